@@ -1,0 +1,23 @@
+"""The Laneformer as TorchTitan's trainer takes it."""
+
+from torchtitan.protocols.model_spec import ModelSpec
+
+from model.config import LaneformerConfig
+from model.laneformer import Laneformer
+from model.parallelize import parallelize_laneformer
+
+
+def model_spec(config: LaneformerConfig, flavor: str, init_seed: int = 0) -> ModelSpec:
+    """What Trainer.Config.model_spec holds; flavor is the size's name, for logs.
+
+    There is no state_dict_adapter: checkpoints keep the internal names, and model/hf.py converts at the edge.
+    """
+    return ModelSpec(
+        name="laneformer",
+        flavor=flavor,
+        model=Laneformer.Config.from_sizes(config, init_seed),
+        parallelize_fn=parallelize_laneformer,
+        pipelining_fn=None,
+        post_optimizer_build_fn=None,
+        state_dict_adapter=None,
+    )
