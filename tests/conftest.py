@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before anything imports torch: one thread per process (tests run several), and nothing leaves the machine.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["WANDB_MODE"] = "offline"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The prepared data of tests/tiny.py."""
+    from tests.tiny import write_data
+
+    return write_data(tmp_path_factory.mktemp("tiny") / "data")

@@ -1,0 +1,110 @@
+"""What a run reports: metrics.jsonl, TensorBoard, W&B and one progress line, from the same row of numbers.
+
+The row's keys are the tags everywhere. W&B gets one fixed run id and `train/step` as its x-axis, never its
+own step counter, because that counter can't go back when an attempt resumes before the last logged step.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor, TensorBoardLogger
+from torchtitan.tools.logging import logger
+
+from train.run_dir import RunDir, append_line
+
+
+class WandbRun(BaseLogger):
+    """One W&B run for all attempts; offline where no key is set."""
+
+    def __init__(self, run: RunDir, project: str, name: str, config: dict[str, Any] | None):
+        import wandb
+
+        run.wandb.mkdir(parents=True, exist_ok=True)
+        online = bool(os.environ.get("WANDB_API_KEY")) and os.environ.get("WANDB_MODE") != "offline"
+        group, _, _ = name.rpartition("/")
+        self.run = wandb.init(
+            project=project,
+            name=name,
+            group=group or None,
+            id=run.wandb_id(),
+            resume="allow",
+            dir=os.fspath(run.path),
+            mode="online" if online else "offline",
+            config=config,
+            settings=wandb.Settings(console="off", x_disable_stats=True),
+        )
+        self.run.define_metric("train/step")
+        self.run.define_metric("*", step_metric="train/step")
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        self.run.log({"train/step": step, **metrics})
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class RunMetrics(MetricsProcessor):
+    """TorchTitan's metrics processor, writing into the run directory."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MetricsProcessor.Config):
+        run: str = ""
+        """The run directory."""
+        name: str = ""
+        total_steps: int = 0
+        wandb_project: str = ""
+        resolved: dict[str, Any] | None = None
+        """The resolved configuration, shown in W&B."""
+
+    def __init__(self, config: Config, **kwargs: Any):
+        self.run = RunDir(config.run)
+        super().__init__(config, **kwargs)
+        self.total_steps = config.total_steps
+        self.started = time.perf_counter()
+        self.first_step: int | None = None
+
+    def _build_metric_logger(self, *, config: Config, **kwargs: Any) -> BaseLogger:  # pyright: ignore[reportIncompatibleMethodOverride]
+        container = LoggerContainer()
+        if dist.get_rank() == 0:
+            if config.enable_tensorboard:
+                container.add_logger(TensorBoardLogger(os.fspath(self.run.tensorboard)))
+            if config.enable_wandb:
+                container.add_logger(WandbRun(self.run, config.wandb_project, config.name, config.resolved))
+        return container
+
+    def log_row(self, kind: str, step: int, row: dict[str, float]) -> None:
+        """Write one row of scalars under its tags. `kind` is "train" or "validation"."""
+        if dist.get_rank() != 0:
+            return
+        append_line(self.run.metrics, {"kind": kind, "step": step, "time": time.time(), **row})
+        self.logger.log(row, step)
+
+    def progress(self, step: int, row: dict[str, float], seconds_per_step: float) -> None:
+        """The line a person watches: where it is, how well, how fast, how long still."""
+        left = (self.total_steps - step) * seconds_per_step
+        logger.info(
+            f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}  loss {row['loss']:.4f}  "
+            f"grad norm {row['grad_norm']:.3f}  lr {row['lr']:.3e}  "
+            f"{row['tokens_per_second']:,.0f} tokens/s  memory {row['memory_gib']:.2f} GiB  ETA {duration(left)}"
+        )
+
+
+def duration(seconds: float) -> str:
+    """1 d 02:03:04, or 02:03:04."""
+    days, rest = divmod(round(seconds), 86400)
+    clock = f"{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
+    return f"{days} d {clock}" if days else clock
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak bytes reserved on the GPU, or the peak resident set of this process on the CPU, in GiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,0 +1,67 @@
+"""One attempt of one rank, from building the trainer to the attempt's recorded end."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import torch.distributed as dist
+from torchtitan.tools.logging import init_logger, logger
+
+from train.config import RunConfig
+from train.run_dir import RunDir
+from train.titan import trainer_config
+from train.trainer import LaneformerTrainer, NonFiniteError
+
+
+def train_session(config: RunConfig, run: RunDir, init_from: Path | None, attempt: int) -> int:
+    """Train; rank 0 records how the attempt ended. Returns 0, or 1 for a failure that was logged."""
+    rank = int(os.environ["RANK"])
+    start_log(run.logs / str(attempt) / f"rank-{rank}.log")
+    trainer: LaneformerTrainer | None = None
+    try:
+        trainer = LaneformerTrainer(trainer_config(config, run, init_from), run=run)
+        outcome = trainer.train()
+        trainer.close()
+    except Exception as error:
+        if isinstance(error, NonFiniteError):
+            logger.error(str(error))
+        else:
+            logger.exception("The attempt failed")
+        if rank == 0:
+            run.end_attempt(attempt, "failed", trainer.step if trainer else None, reason=str(error))
+        return 1
+    if rank == 0:
+        if outcome == "done":
+            run.mark_done(trainer.step)
+        run.stop_file.unlink(missing_ok=True)
+        run.end_attempt(attempt, outcome, trainer.step)
+    dist.destroy_process_group()
+    return 0
+
+
+def start_log(path: Path) -> None:
+    """Log to standard output, plainly, and to `path`."""
+    init_logger()  # torchtitan's, for its other settings; its format says nothing a reader needs
+    path.parent.mkdir(parents=True, exist_ok=True)
+    to_file = logging.FileHandler(path)
+    logger.addHandler(to_file)
+    for handler in logger.handlers:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+        handler.addFilter(is_meant)
+
+
+# Lines of torchtitan that are wrong here: it knows the peak of GPUs only and has its own words for what is set.
+NOT_MEANT = (
+    "Peak flops undefined",
+    "Peak FLOPS used",
+    "Error running lspci",
+    "initial_load_model_only=True has no",
+    "[GC]",
+    "Destroying the purge",
+)
+
+
+def is_meant(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(NOT_MEANT)

@@ -1,0 +1,141 @@
+"""RunConfig → torchtitan's Trainer.Config. The only place that knows both."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
+from torchtitan.config.configs import (
+    CommConfig,
+    CompileConfig,
+    DebugConfig,
+    ParallelismConfig,
+    TrainingConfig,
+)
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.trainer import Trainer
+
+from data_mixtures.chat import JINJA_TEMPLATE
+from model.titan_spec import model_spec
+from train.checkpoint import RunCheckpointer
+from train.config import RunConfig
+from train.loader import MixtureDataLoader, RunTokenizer
+from train.metrics import RunMetrics
+from train.run_dir import RunDir, write_atomic
+from train.trainer import RowCrossEntropy
+from train.validate import SourceValidator
+
+ACTIVATION_CHECKPOINT = {"none": None, "selective": SelectiveAC.Config, "full": FullAC.Config}
+
+
+def trainer_config(config: RunConfig, run: RunDir, init_from: Path | None) -> Trainer.Config:
+    """`init_from` is the checkpoint directory whose weights the run starts from, if any."""
+    tokenizer = run.path / "tokenizer.model"
+    checkpointing = ACTIVATION_CHECKPOINT[config.parallel.activation_checkpoint]
+    return Trainer.Config(
+        model_spec=model_spec(config.model, flavor=config.name, init_seed=config.train.seed),
+        hf_assets_path=os.fspath(tokenizer),
+        dump_folder=os.fspath(run.path),
+        tokenizer=RunTokenizer.Config(),
+        dataloader=MixtureDataLoader.Config(data=config.data, plan_file=os.fspath(run.plan)),
+        metrics=metrics(config, run),
+        optimizer=optimizer(config),
+        lr_scheduler=lr_scheduler(config),
+        loss=RowCrossEntropy.Config(),
+        training=TrainingConfig(
+            local_batch_size=config.train.local_batch_size,
+            global_batch_size=config.train.global_batch_size,
+            seq_len=config.train.seq_len,
+            max_norm=config.optim.max_grad_norm,
+            steps=config.steps,
+            mixed_precision_param=config.parallel.param_dtype,
+            disable_cuda_graphs=True,  # each batch brings its own attention masks
+        ),
+        parallelism=ParallelismConfig(
+            data_parallel_shard_degree=config.parallel.shard,
+            data_parallel_replicate_degree=config.parallel.replicate,
+            fsdp_reshard_after_forward=config.parallel.reshard_after_forward,
+            spmd_backend="partial_dtensor",  # the others need torch 2.14
+        ),
+        checkpoint=RunCheckpointer.Config(
+            enable=True,
+            folder=run.checkpoints.name,
+            interval=config.checkpoint.every_steps,
+            keep_latest_k=config.checkpoint.keep_latest,
+            milestone_every_steps=config.checkpoint.milestone_every_steps,
+            async_mode="async" if config.checkpoint.asynchronous else "disabled",
+            last_save_model_only=False,  # so that a finished run can be extended
+            initial_load_path=os.fspath(init_from) if init_from else None,
+            attachments=attachments(config, run),
+        ),
+        activation_checkpoint=checkpointing() if checkpointing else None,  # pyright: ignore[reportArgumentType]
+        compile=CompileConfig(enable=config.parallel.compile),
+        comm=CommConfig(
+            init_timeout_seconds=config.cluster.init_timeout_seconds,
+            train_timeout_seconds=config.cluster.step_timeout_seconds,
+            save_traces_folder="logs/comm_traces",
+        ),
+        validator=SourceValidator.Config(
+            enable=config.validation.every_steps > 0,
+            freq=max(config.validation.every_steps, 1),
+            root=config.data.root,
+            sources=list(config.data.weights),
+            packing=config.data.packing,
+            sequences=config.validation.sequences_per_source,
+        ),
+        debug=DebugConfig(
+            seed=config.train.seed,
+            deterministic=config.train.deterministic,
+            enable_structured_logging=False,
+        ),
+    )
+
+
+def attachments(config: RunConfig, run: RunDir) -> dict[str, str]:
+    """Files that make each checkpoint usable by itself: model configuration, tokenizer, chat template."""
+    model = run.path / "model.json"
+    write_atomic(model, json.dumps(config.model.to_dict(), indent=1))
+    return {
+        "model.json": os.fspath(model),
+        "tokenizer.model": os.fspath(run.path / "tokenizer.model"),
+        "chat_template.jinja": os.fspath(JINJA_TEMPLATE),
+    }
+
+
+def metrics(config: RunConfig, run: RunDir) -> MetricsProcessor.Config:
+    return RunMetrics.Config(
+        log_freq=config.metrics.every_steps,
+        enable_tensorboard=config.metrics.tensorboard,
+        enable_wandb=config.metrics.wandb,
+        disable_color_printing=True,
+        run=os.fspath(run.path),
+        name=config.name,
+        total_steps=config.steps,
+        wandb_project=config.metrics.wandb_project,
+        resolved=config.to_dict(),
+    )
+
+
+def optimizer(config: RunConfig) -> OptimizersContainer.Config:
+    """AdamW; weight decay on matrices only, since shrinking a norm's scale is not regularisation."""
+    optim = config.optim
+    shared = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
+
+    def group(pattern: str, weight_decay: float) -> ParamGroupConfig:
+        kwargs = {**shared, "weight_decay": weight_decay}
+        return ParamGroupConfig(pattern=pattern, optimizer_name="AdamW", optimizer_kwargs=kwargs)
+
+    return OptimizersContainer.Config(param_groups=[group("norm", 0.0), group(".*", optim.weight_decay)])
+
+
+def lr_scheduler(config: RunConfig) -> LRSchedulersContainer.Config:
+    """Linear warm-up, stable, then the decay over the run's last `decay_steps`; no decay when there are none."""
+    return LRSchedulersContainer.Config(
+        warmup_steps=config.warmup_steps,
+        decay_ratio=config.decay_steps / config.steps,
+        decay_type=config.optim.decay_shape,
+        min_lr_factor=config.optim.min_lr_ratio,
+    )
