@@ -18,6 +18,7 @@ import hashlib
 import io
 import os
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -61,8 +62,10 @@ class Tokenizer:
         """Ids of each text, without control ids, on the calling thread only (preparation uses processes)."""
         try:
             ids = self._processor.encode(list(texts), num_threads=1)
-        except UnicodeEncodeError as error:
-            raise ValueError(f"text is not valid Unicode: {error}") from error
+        except TypeError:
+            for text in texts:
+                _check_unicode(text)
+            raise
         for i, text in enumerate(texts):
             if SPACE in text:
                 ids[i] = self._encode_around_spaces(text)
@@ -80,7 +83,7 @@ class Tokenizer:
         """
         return self._bytes_V
 
-    @property
+    @cached_property
     def newline_is_atomic(self) -> bool:
         """Whether no piece joins a newline to anything: then nothing merges across a newline."""
         pieces = (self._processor.id_to_piece(i) for i in range(self.vocab_size))
@@ -139,25 +142,30 @@ def train_tokenizer(texts: Iterable[str], path: str | Path, vocab_size: int = 40
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.Train(
-        sentence_iterator=_training_lines(texts),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=vocab_size,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        add_dummy_prefix=False,
-        remove_extra_whitespaces=False,
-        allow_whitespace_only_pieces=True,
-        split_digits=True,
-        character_coverage=0.9999,
-        unk_id=0,
-        bos_id=1,
-        eos_id=2,
-        pad_id=-1,
-        num_threads=1,
-        minloglevel=2,
-    )
+    try:
+        sentencepiece.SentencePieceTrainer.Train(
+            sentence_iterator=_training_lines(texts),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            split_digits=True,
+            character_coverage=0.9999,
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=-1,
+            num_threads=1,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise ValueError(
+            f"{path}: a vocabulary of {vocab_size} cannot be learned from this text: {error}"
+        ) from error
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as file:
         file.write(model.getvalue())
@@ -165,6 +173,13 @@ def train_tokenizer(texts: Iterable[str], path: str | Path, vocab_size: int = 40
         os.fsync(file.fileno())
     temporary.replace(path)
     return Tokenizer(path)
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"text is not valid Unicode at character {error.start}: {error.reason}") from error
 
 
 def _training_lines(texts: Iterable[str]) -> Iterable[str]:
