@@ -39,6 +39,7 @@ SUM_TOLERANCE = Decimal("1e-6")
 MAX_SOURCES = 255
 RAMP_STEP = 512  # sequences in a step of a ramp; making its table takes about half a millisecond
 MAX_RAMP_STEPS = 1 << 14
+BLOCK = 1 << 15
 
 
 def exact_weights(weights: dict[str, float], where: str) -> dict[str, Fraction]:
@@ -150,25 +151,32 @@ def fair_order(counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     source = np.empty(length, np.uint8)
     if length == 0:
         return source, np.empty(0, np.int32)
-    # All jobs, by release time. A job is deadline * 256 + source, so the smallest is the most urgent.
-    releases, jobs = [], []
+    # All jobs, by release time. A job is deadline * length + its number in this list, so that the smallest is
+    # the most urgent, and of equally urgent ones the one that has waited longest.
+    sources, releases, deadlines = [], [], []
     for s, a in enumerate(counts):
         j_N = np.arange(1, a + 1, dtype=np.int64)
-        releases.append((j_N - 1) * length // max(a, 1))
-        jobs.append(-(-j_N * length // max(a, 1)) * 256 + s)
+        sources.append(np.full(a, s, dtype=np.uint8))
+        releases.append(((j_N - 1) * length // max(a, 1)).astype(np.int32))
+        deadlines.append(-(-j_N * length // max(a, 1)).astype(np.int32))
     release = np.concatenate(releases)
-    by_release = np.argsort(release, kind="stable")
-    upcoming: list[int] = np.concatenate(jobs)[by_release].tolist()
-    released_by = np.searchsorted(release[by_release], np.arange(length), side="right").tolist()
+    by_release = np.argsort(release, kind="stable").astype(np.int32)
+    released_by = np.searchsorted(release[by_release], np.arange(length, dtype=np.int32), side="right")
+    jobs = np.concatenate(deadlines)[by_release].astype(np.int64) * length + np.arange(length)
+    source_of_job = np.concatenate(sources)[by_release]
     ready: list[int] = []
-    order: list[int] = []
     taken = 0
-    for released in released_by:
-        while taken < released:
-            heapq.heappush(ready, upcoming[taken])
-            taken += 1
-        order.append(heapq.heappop(ready) & 255)
-    source[:] = order
+    for first in range(0, length, BLOCK):  # in blocks, since a list of Python numbers takes much memory
+        order = []
+        released_in_block = released_by[first : first + BLOCK].tolist()
+        upcoming = jobs[taken : released_in_block[-1]].tolist()
+        offset = taken
+        for released in released_in_block:
+            while taken < released:
+                heapq.heappush(ready, upcoming[taken - offset])
+                taken += 1
+            order.append(heapq.heappop(ready) % length)
+        source[first : first + BLOCK] = source_of_job[order]
     rank = np.empty(length, np.int32)
     for s, a in enumerate(counts):
         rank[source == s] = np.arange(a, dtype=np.int32)

@@ -37,7 +37,7 @@ def test_every_window_of_the_stream_is_the_documents_joined(tmp_path: Path) -> N
     begins = np.cumsum([0, *map(len, documents)])
     assert (stream.tokens, stream.documents) == (len(joined), 50)
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=200, deadline=None, derandomize=True)
     @given(st.tuples(st.integers(0, len(joined)), st.integers(0, len(joined))).map(sorted))
     def check(window: list[int]) -> None:
         start, stop = window
@@ -67,7 +67,7 @@ def test_concat_sequences_have_positions_and_labels_per_document(tmp_path: Path)
     assert read_item(reader, 2, 4) == ([8, 9, 10, 2], [0, 1, 2, 3], [9, 10, 2, x])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10**6), per_shard=st.integers(1, 9), seq_len=st.integers(1, 40))
 def test_concat_sequences_against_a_plain_computation(
     tmp_path_factory: pytest.TempPathFactory, seed: int, per_shard: int, seq_len: int
