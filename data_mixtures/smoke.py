@@ -13,8 +13,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data_mixtures import chat, identity, shards, smoke_corpus, smoke_text, tokenizer
-from data_mixtures.packing import pack_split
+from data_mixtures import chat, identity, packing, shards, smoke_corpus, smoke_text, tokenizer
 from data_mixtures.tokenizer import Tokenizer, train_tokenizer
 
 VOCAB_SIZE = 4096
@@ -58,7 +57,7 @@ def prepare_smoke(root: Path) -> None:
             chosen = [d for d in documents[source] if is_held_out(d.key) == (split == "validation")]
             _write(root / source / split, source, split, chosen, model, fingerprint)
             if source == "chat":
-                pack_split(root / source / split, SEQ_LEN)
+                packing.pack_split(root / source / split, SEQ_LEN)
 
 
 def is_held_out(key: str) -> bool:
@@ -172,7 +171,16 @@ def _is_complete(root: Path, fingerprint: str) -> bool:
 def _fingerprint() -> str:
     """A hash of what the output depends on: the Python version, this code and the identity file."""
     digest = hashlib.sha256(platform.python_version().encode())
-    for module in (sys.modules[__name__], chat, identity, shards, smoke_corpus, smoke_text, tokenizer):
+    for module in (
+        sys.modules[__name__],
+        chat,
+        identity,
+        packing,
+        shards,
+        smoke_corpus,
+        smoke_text,
+        tokenizer,
+    ):
         digest.update(Path(str(module.__file__)).read_bytes())
     digest.update(identity.IDENTITY_FILE.read_bytes())
     return digest.hexdigest()

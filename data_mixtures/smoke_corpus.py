@@ -16,7 +16,9 @@ import itertools
 import random
 import sysconfig
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 DOCUMENT_CHARS = 6000  # a source file longer than this is cut between top-level statements
 SKIPPED_FOLDERS = {
@@ -32,24 +34,32 @@ def prose() -> Iterator[tuple[str, str]]:
     from pydoc_data.topics import topics  # half a megabyte of text, needed here only
 
     documents = [(f"topic {name}", text.strip() + "\n") for name, text in topics.items()]
-    for name, _, tree in _library():
-        documents += [(name, part) for part in _cut(_docstrings(tree), "\n\n")]
+    for module in _library():
+        documents += [(module.name, part) for part in _cut(module.docstrings, "\n\n")]
     yield from _shuffled(documents)
 
 
 def code() -> Iterator[tuple[str, str]]:
     """(module, text): modules of the standard library, the long ones in several documents."""
     documents = []
-    for name, source, tree in _library():
-        parts = _cut(_statements(source, tree), "")
-        parts[1:] = [f"# {name}, continued\n\n{part.lstrip()}" for part in parts[1:]]
-        documents += [(name, part) for part in parts]
+    for module in _library():
+        parts = _cut(module.statements, "")
+        parts[1:] = [f"# {module.name}, continued\n\n{part.lstrip()}" for part in parts[1:]]
+        documents += [(module.name, part) for part in parts]
     yield from _shuffled(documents)
 
 
-def _library() -> Iterator[tuple[str, str, ast.Module]]:
-    """(path, source, syntax tree) of the standard library's modules that can be read and parsed, sorted."""
+class _Module(NamedTuple):
+    name: str  # path within the library
+    docstrings: list[str]
+    statements: list[str]
+
+
+@lru_cache(maxsize=1)  # parsing takes seconds, and both prose and code need it
+def _library() -> list[_Module]:
+    """The standard library's modules that can be read and parsed, sorted by name."""
     root = Path(sysconfig.get_paths()["stdlib"])
+    modules = []
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         if SKIPPED_FOLDERS & set(relative.parts[:-1]) or "_sysconfigdata" in path.name:
@@ -60,7 +70,8 @@ def _library() -> Iterator[tuple[str, str, ast.Module]]:
         except (OSError, UnicodeDecodeError, SyntaxError, ValueError):
             continue  # a few files of an installation are templates or broken on purpose
         if source.strip():
-            yield relative.as_posix(), source, tree
+            modules.append(_Module(relative.as_posix(), _docstrings(tree), _statements(source, tree)))
+    return modules
 
 
 def _docstrings(tree: ast.Module) -> list[str]:
