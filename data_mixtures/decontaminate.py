@@ -145,7 +145,7 @@ def _parse_safetensors(data: bytes) -> tuple[dict[str, np.ndarray], dict[str, st
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"is no decontamination index ({error})") from error
-    return arrays, header.get("__metadata__", {})
+    return arrays, json.loads(header.get("__metadata__", {}).get("decontamination", "{}"))
 
 
 class Decontaminator:
@@ -206,9 +206,10 @@ class Decontaminator:
             raise ValueError(f"{path}: {error}") from error
 
     def save(self, path: Path) -> None:
-        """Write the built index to one file: safetensors, with `digest` as checksum in the metadata."""
+        """Write the built index to one safetensors file that holds its checksum; equal for equal content."""
         arrays, texts = self._state.content()
-        write_atomically(path, [safetensors.save(arrays, {**texts, "sha256": self.digest})])
+        record = json.dumps({**texts, "sha256": self.digest})  # one text: safetensors shuffles several
+        write_atomically(path, [safetensors.save(arrays, {"decontamination": record})])
 
     def check(self, text: str) -> list[Hit]:
         """All hits in one document, in order of their place."""

@@ -197,12 +197,14 @@ def test_save_and_load(decontaminator: Decontaminator, tmp_path: Path) -> None:
     """The loaded index finds the same; one flipped byte anywhere, or another file, is refused by name."""
     path = tmp_path / "index"
     decontaminator.save(path)
+    data = path.read_bytes()
+    decontaminator.save(path)
+    assert path.read_bytes() == data
     loaded = Decontaminator.load(path)
     assert loaded.digest == decontaminator.digest
     documents = [make(task) for make in KINDS.values() for task in TASKS]
     assert loaded.check_batch(documents) == decontaminator.check_batch(documents)
     assert loaded.coverage() == decontaminator.coverage()
-    data = path.read_bytes()
     for position in random.Random(2).sample(range(len(data)), 40):
         damaged = bytearray(data)
         damaged[position] ^= 0x10
