@@ -19,16 +19,14 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 def _construct_unique(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     first_line: dict[Any, int] = {}
     for key_node, _ in node.value:
-        key = loader.construct_object(key_node, deep=True)
+        if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == "tag:yaml.org,2002:merge":
+            continue  # a list as key is refused below; what << brings in may be overridden
+        key = loader.construct_object(key_node)
         line = key_node.start_mark.line + 1
         if key in first_line:
             raise ValueError(f"duplicate key {key!r} on lines {first_line[key]} and {line}")
         first_line[key] = line
-    loader.flatten_mapping(node)
-    return {
-        loader.construct_object(key, deep=True): loader.construct_object(value, deep=True)
-        for key, value in node.value
-    }
+    return loader.construct_mapping(node, deep=True)
 
 
 _UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _construct_unique)
