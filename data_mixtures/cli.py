@@ -1,11 +1,19 @@
-"""The commands of this package: `python -m data_mixtures <verb> key=value … --switch`."""
+"""The commands of this package: `python -m data_mixtures <verb> key=value … --switch`.
+
+What a command needs is imported when it runs, so that `--help` is quick.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from data_mixtures.prepare import Job
 
 
 class UsageError(ValueError):
@@ -93,10 +101,208 @@ def _smoke(values: dict[str, str], _: set[str]) -> int:
     return 0
 
 
+def _number(key: str, value: str, kind: type[int] | type[float] = int) -> Any:
+    try:
+        return kind(value.replace("_", ""))
+    except ValueError:
+        raise UsageError(f"{key}={value} is no {'whole ' if kind is int else ''}number") from None
+
+
+def _shard(value: str) -> tuple[int, int]:
+    index, slash, count = value.partition("/")
+    if not slash:
+        raise UsageError(f"shard={value} must be i/n, such as 0/8")
+    return _number("shard", index), _number("shard", count)
+
+
+def _job(values: dict[str, str], switches: set[str]) -> Job:
+    from data_mixtures.prepare import Job
+    from data_mixtures.sources import load_source
+
+    root = Path(values["root"])
+    return Job(
+        source=load_source(values["source"]),
+        root=root,
+        tokenizer=Path(values["tokenizer"] or root / "tokenizer.model"),
+        held_out=_number("held_out", values["held_out"], float),
+        max_tokens=_number("max_tokens", values["max_tokens"]) if values["max_tokens"] else None,
+        skip_corrupt="--skip-corrupt" in switches,
+        index=Path(values["index"]) if values["index"] else None,
+        shard_tokens=_number("shard_tokens", values["shard_tokens"]),
+    )
+
+
+def _prepare(values: dict[str, str], switches: set[str]) -> int:
+    from data_mixtures.merge import is_prepared
+    from data_mixtures.parallel import prepare_units
+    from data_mixtures.prepare import install_tokenizer
+
+    job = _job(values, switches)
+    shard, shards = _shard(values["shard"])
+    workers = _number("workers", values["workers"])
+    install_tokenizer(job)
+    if is_prepared(job):
+        print(f"{job.directory} is complete; nothing to do")
+        return 0
+    if job.index is None:
+        print(f"note: {job.source.name} is not decontaminated (index= is not given)", file=sys.stderr)
+    prepare_units(job, shard, shards, workers)
+    if shards == 1:
+        return _merge(values, switches)
+    print(f"shard {shard}/{shards} of {job.directory} is prepared; run merge when all are")
+    return 0
+
+
+def _merge(values: dict[str, str], switches: set[str]) -> int:
+    from data_mixtures.merge import is_prepared, merge, summary
+
+    job = _job(values, switches)
+    if is_prepared(job):
+        print(f"{job.directory} is complete; nothing to do")
+        return 0
+    print(summary(merge(job), job.directory))
+    return 0
+
+
+def _verify(values: dict[str, str], _: set[str]) -> int:
+    from data_mixtures.shards import MANIFEST, verify_split
+
+    pattern = f"{values['source'] or '*'}/*/{MANIFEST}"
+    splits = sorted(path.parent for path in Path(values["root"]).glob(pattern))
+    if not splits:
+        raise ValueError(f"{values['root']} holds no prepared source {values['source']}".rstrip())
+    damaged = 0
+    for split in splits:
+        problems = verify_split(split)
+        damaged += bool(problems)
+        print("\n".join(problems) if problems else f"{split}: whole")
+    return 1 if damaged else 0
+
+
+def _pack(values: dict[str, str], _: set[str]) -> int:
+    from data_mixtures.packing import pack_split
+    from data_mixtures.prepare import SPLITS
+
+    seq_len = _number("seq_len", values["seq_len"])
+    for split in SPLITS:
+        directory = Path(values["root"]) / values["source"] / split
+        packed = pack_split(directory, seq_len)
+        print(
+            f"{directory}: {packed['items']:,} sequences of {seq_len}, {packed['padded']:.2%} padding, "
+            f"{packed['cut']:.2%} of the documents cut"
+        )
+    return 0
+
+
+def _benchmarks(values: dict[str, str], _: set[str]) -> int:
+    from data_mixtures.decontaminate import Decontaminator
+
+    files = sorted(Path().glob(values["files"])) if not Path(values["files"]).is_absolute() else []
+    if Path(values["files"]).exists():
+        files = [Path(values["files"])]
+    if not files:
+        raise ValueError(f"files={values['files']} matches no file")
+    decontaminator = Decontaminator.from_files(files)
+    sha256 = decontaminator.save(Path(values["out"]))
+    for benchmark, found in decontaminator.coverage().items():
+        print(f"{benchmark}: {found.items:,} items, {found.out_of_reach:,} too short to be found")
+    print(f"{values['out']}: SHA-256 {sha256}")
+    return 0
+
+
+def _audit(values: dict[str, str], _: set[str]) -> int:
+    from data_mixtures.audit import audit_run
+
+    result = audit_run(Path(values["run"]))
+    print(result.table())
+    if not result.differences:
+        print(f"{result.steps:,} logged steps agree with the plan")
+        return 0
+    shown = result.differences[:20]
+    print("\n".join(shown), file=sys.stderr)
+    print(f"{len(result.differences):,} differences in {result.steps:,} logged steps", file=sys.stderr)
+    return 1
+
+
+def _identity(values: dict[str, str], _: set[str]) -> int:
+    from data_mixtures.identity import identity_conversations
+    from data_mixtures.shards import write_atomically
+
+    file, out = Path(values["file"]), Path(values["out"])
+    conversations = identity_conversations(file, _number("count", values["count"]))
+    lines = (json.dumps({"messages": messages}, ensure_ascii=False) + "\n" for messages in conversations)
+    write_atomically(out, (line.encode() for line in lines))
+    print(f"{out}: {int(values['count']):,} conversations")
+    return 0
+
+
+_SOURCE_KEYS = {
+    "source": Key(None, "name in the catalogue, or a YAML file that describes one source"),
+    "root": Key("data/prepared", "folder of the prepared sources"),
+    "tokenizer": Key("", "SentencePiece model; by default <root>/tokenizer.model"),
+    "held_out": Key("0.001", "share of documents kept for validation, by a hash of the text"),
+    "max_tokens": Key("", "conversations: limit in tokens; longer ones are cut at a turn"),
+    "index": Key("", "decontamination index, as `benchmarks` writes it; empty: no decontamination"),
+    "shard_tokens": Key("134217728", "tokens after which a shard is closed"),
+}
+_SOURCE_SWITCHES = {"--skip-corrupt": "count damaged lines and files and go on, rather than stop"}
+
 VERBS = {
     "smoke": Verb(
         "prepare the data of the smoke run: tokenizer and four small sources",
         _smoke,
         {"root": Key("data/smoke", "folder to write to")},
+    ),
+    "prepare": Verb(
+        "text to verified shards: one source, or a share of it; continues where it was interrupted",
+        _prepare,
+        {
+            **_SOURCE_KEYS,
+            "shard": Key("0/1", "i/n: prepare every n-th unit from i on (array jobs); then run merge"),
+            "workers": Key("1", "processes"),
+        },
+        _SOURCE_SWITCHES,
+    ),
+    "merge": Verb(
+        "after all shards of an array job: verify them and write the source's manifests",
+        _merge,
+        _SOURCE_KEYS,
+        _SOURCE_SWITCHES,
+    ),
+    "verify": Verb(
+        "check files and counts of prepared sources against their manifests; names what is damaged",
+        _verify,
+        {"root": Key("data/prepared", "folder of the prepared sources"), "source": Key("", "only this one")},
+    ),
+    "pack": Verb(
+        "pack whole documents into sequences (recipes with `packing: best_fit`)",
+        _pack,
+        {
+            "root": Key("data/prepared", "folder of the prepared sources"),
+            "source": Key(None, "name of the prepared source"),
+            "seq_len": Key("4096", "sequence length in tokens"),
+        },
+    ),
+    "benchmarks": Verb(
+        "build the decontamination index from benchmark files",
+        _benchmarks,
+        {
+            "files": Key(None, "a file, or a quoted pattern of files"),
+            "out": Key("data/benchmarks.safetensors", "file to write"),
+        },
+    ),
+    "identity": Verb(
+        "expand the identity file to conversations, the source `identity`",
+        _identity,
+        {
+            "file": Key("configs/data/identity/identity.yaml", "what the model says about itself"),
+            "out": Key("configs/data/identity/identity.jsonl", "file to write"),
+            "count": Key("8000", "conversations"),
+        },
+    ),
+    "audit": Verb(
+        "compare what a run logged that it read with what its plan says",
+        _audit,
+        {"run": Key(None, "run directory, with plan.json and metrics.jsonl")},
     ),
 }

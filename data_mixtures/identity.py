@@ -1,19 +1,18 @@
 """The identity set: conversations in which the model says who it is, expanded from a small file.
 
 The file (configs/data/identity/identity.yaml) gives a name, a maker and facts as questions with answers, in
-which {name} and {maker} may be used. Each fact is asked in several wordings, after several openings, with and
+which {name} and {maker} may be used. Facts are asked alone or together, after several openings, with and
 without a system prompt; the answers stay as written.
 """
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from data_mixtures.chat import Message
+from data_mixtures.chat import Message, Role
 from data_mixtures.strict_yaml import read_mapping
 
 IDENTITY_FILE = Path(__file__).resolve().parents[1] / "configs" / "data" / "identity" / "identity.yaml"
@@ -36,20 +35,26 @@ _BUILT_IN = [
 ]
 
 
-def identity_conversations(path: Path = IDENTITY_FILE) -> Iterator[list[Message]]:
-    """All conversations that the file expands to, in a fixed shuffled order; none occurs twice.
+def identity_conversations(path: Path = IDENTITY_FILE, count: int = 1000) -> Iterator[list[Message]]:
+    """`count` different conversations about what the file says, always the same ones; one to three questions
+    each.
 
     Raises ValueError that names the file and the key when it is incomplete.
     """
     identity = _read(path)
     names = {"name": identity["name"], "maker": identity["maker"]}
     pairs = [*_BUILT_IN, *((fact["question"], fact["answer"]) for fact in identity["facts"])]
-    grid = list(itertools.product(_SYSTEM, _OPENINGS, pairs, _CLOSINGS))
-    random.Random(0).shuffle(grid)
-    for system, opening, (question, answer), closing in grid:
-        asked = f"{opening}{question}{closing}"
-        texts = [("system", system), ("user", asked), ("assistant", answer)]
-        yield [{"role": role, "content": text.format(**names)} for role, text in texts if text]
+    rng = random.Random(0)
+    seen: set[tuple[str, ...]] = set()
+    while len(seen) < count:
+        texts: list[tuple[Role, str]] = [("system", rng.choice(_SYSTEM))]
+        for question, answer in rng.sample(pairs, rng.choice([1, 1, 2, 3])):
+            asked = f"{rng.choice(_OPENINGS)}{question}{rng.choice(_CLOSINGS)}"
+            texts += [("user", asked), ("assistant", answer)]
+        key = tuple(text for _, text in texts)
+        if key not in seen:
+            seen.add(key)
+            yield [Message(role=role, content=text.format(**names)) for role, text in texts if text]
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -20,12 +20,12 @@ import numpy as np
 
 from data_mixtures.shards import (
     ShardError,
-    TokenStream,
     manifest_sha256,
     read_json,
     write_atomically,
     write_json,
 )
+from data_mixtures.token_stream import TokenStream
 
 
 def pack_split(directory: Path, seq_len: int) -> dict[str, Any]:

@@ -17,7 +17,8 @@ import numpy as np
 
 from data_mixtures.packing import PackFile, read_packing
 from data_mixtures.recipe import Packing
-from data_mixtures.shards import TokenStream, manifest_sha256, read_manifest
+from data_mixtures.shards import manifest_sha256, read_manifest
+from data_mixtures.token_stream import TokenStream
 
 IGNORE = -100  # the label that no loss is taken on, as in PyTorch
 

@@ -17,7 +17,8 @@ from data_mixtures.packing import pack_split
 from data_mixtures.plan_record import PlanChanged, record_plan
 from data_mixtures.recipe import DataConfig
 from data_mixtures.sequences import IGNORE
-from data_mixtures.shards import ShardError, TokenStream
+from data_mixtures.shards import ShardError
+from data_mixtures.token_stream import TokenStream
 from tests.unit.data_fixtures import random_documents, write_source
 
 S = 16

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from data_mixtures.packing import PackFile, best_fit, pack_split
 from data_mixtures.sequences import source_items
-from data_mixtures.shards import ShardError, TokenStream
+from data_mixtures.shards import ShardError
+from data_mixtures.token_stream import TokenStream
 from tests.unit.data_fixtures import random_documents, write_source
 
 

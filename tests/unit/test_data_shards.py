@@ -12,12 +12,12 @@ from data_mixtures.sequences import IGNORE, SequenceReader, source_items
 from data_mixtures.shards import (
     ShardError,
     ShardWriter,
-    TokenStream,
     manifest_sha256,
     read_manifest,
     token_dtype,
     verify_split,
 )
+from data_mixtures.token_stream import TokenStream
 from tests.unit.data_fixtures import random_documents, write_source
 
 S = 16

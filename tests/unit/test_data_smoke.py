@@ -13,8 +13,9 @@ from data_mixtures.cli import main
 from data_mixtures.mixture import build_mixture
 from data_mixtures.recipe import load_recipe
 from data_mixtures.sequences import SequenceReader
-from data_mixtures.shards import TokenStream, read_manifest
+from data_mixtures.shards import read_manifest
 from data_mixtures.smoke import SEQ_LEN, is_held_out, prepare_smoke
+from data_mixtures.token_stream import TokenStream
 from data_mixtures.tokenizer import Tokenizer
 
 SOURCES = ("prose", "code", "reasoning", "chat")
