@@ -101,6 +101,12 @@ def _smoke(values: dict[str, str], _: set[str]) -> int:
     return 0
 
 
+def _plan(values: dict[str, str], switches: set[str]) -> int:
+    from data_mixtures.plan_view import plan_command
+
+    return plan_command(values, switches)
+
+
 def _number(key: str, value: str, kind: type[int] | type[float] = int) -> Any:
     try:
         return kind(value.replace("_", ""))
@@ -252,6 +258,17 @@ VERBS = {
         "prepare the data of the smoke run: tokenizer and four small sources",
         _smoke,
         {"root": Key("data/smoke", "folder to write to")},
+    ),
+    "plan": Verb(
+        "what a recipe asks of its sources, without data: tokens, epochs over all phases, disk, the shift",
+        _plan,
+        {
+            "experiment": Key("", "name of an experiment (or give recipe=)"),
+            "recipe": Key("", "name of a recipe"),
+            "root": Key("", "folder of prepared sources, in place of the recipe's own"),
+            "out": Key("plan.png", "where to draw the chart; empty for none"),
+        },
+        {"--json": "print the plan as JSON"},
     ),
     "prepare": Verb(
         "text to verified shards: one source, or a share of it; continues where it was interrupted",

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -123,6 +124,13 @@ def test_mistakes_end_with_code_2_and_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_the_plan_needs_no_data(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "recipe=nemotron_phase2", "out=", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["phases"] == ["nemotron_phase1", "nemotron_phase2"]
+    assert main(["plan"]) == 2
+    assert "give either experiment=<name> or recipe=<name>" in capsys.readouterr().err
 
 
 def test_help_lists_verbs_and_keys_with_defaults() -> None:
