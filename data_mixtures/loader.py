@@ -5,7 +5,7 @@ W; rank r takes the r-th part of B. So the global order does not depend on how m
 state is one number: how many sequences of the phase have been handed out. Batches are made by one thread
 ahead of time; what it has made but not handed out is not in the state.
 
-Shapes: B local batch, S sequence length.
+Shapes: B local batch, S sequence length, M micro-batches, N sequences.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 T = TypeVar("T")
 
 STALL_SECONDS = 600.0
+LOCATED_TOGETHER = 256  # sequences whose places are computed in one go, since each call has a fixed cost
 
 
 class MixtureLoader:
@@ -140,20 +141,28 @@ class MixtureLoader:
         return "; ".join(changes) or f"its hash differs, though {self._plan_file} equals the plan of now"
 
     def _batches(self, position: int) -> Iterator[Batch]:
-        while position + self._global_batch_size <= self.mixture.sequences:
-            yield self._make(position + self._rank * self._local_batch_size)
-            position += self._global_batch_size
+        B = self._local_batch_size
+        together = max(1, LOCATED_TOGETHER // B)
+        last = self.mixture.sequences - self._global_batch_size
+        while position <= last:
+            stop = min(last + 1, position + together * self._global_batch_size)
+            first_M = np.arange(position, stop, self._global_batch_size) + self._rank * B
+            place_MB = first_M[:, None] + np.arange(B)
+            source_N, item_N, _ = self.mixture.locate(place_MB.ravel())
+            for m, first in enumerate(first_M.tolist()):
+                batch = slice(m * B, (m + 1) * B)
+                yield self._make(first, source_N[batch], item_N[batch])
+            position += len(first_M) * self._global_batch_size
 
-    def _make(self, first: int) -> Batch:
+    def _make(self, first: int, source_B: np.ndarray, item_B: np.ndarray) -> Batch:
         B, S = self._local_batch_size, self.mixture.seq_len
-        source_B, item_B, _ = self.mixture.locate(np.arange(first, first + B, dtype=np.int64))
         tokens_BS, positions_BS, labels_BS = (np.empty((B, S), dtype=np.int64) for _ in range(3))
         for b, (source, item) in enumerate(zip(source_B.tolist(), item_B.tolist(), strict=True)):
             try:
                 self._reader(source).read(item, tokens_BS[b], positions_BS[b], labels_BS[b])
             except ShardError as error:
                 raise ShardError(f"rank {self._rank}, sequence {first + b} of the phase: {error}") from error
-        inputs = {"input": tokens_BS, "positions": positions_BS, "source": source_B}
+        inputs = {"input": tokens_BS, "positions": positions_BS, "source": source_B.copy()}
         return {name: torch.from_numpy(array) for name, array in inputs.items()}, torch.from_numpy(labels_BS)
 
     def _reader(self, source: int) -> SequenceReader:
