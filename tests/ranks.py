@@ -27,8 +27,15 @@ def free_port() -> int:
 
 
 def _enter(
-    rank: int, world_size: int, port: int, log: str, function: Callable[..., Any], args: tuple
+    rank: int,
+    world_size: int,
+    port: int,
+    log: str,
+    environment: dict[str, str],
+    function: Callable[..., Any],
+    args: tuple,
 ) -> None:
+    os.environ.update(environment)  # a fork of the server has the server's
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -55,7 +62,9 @@ def start_ranks(
     """Start `function(*args)` on every rank; its output is appended to `log`."""
     port = free_port()
     ranks = [
-        _context.Process(target=_enter, args=(rank, world_size, port, str(log), function, args))
+        _context.Process(
+            target=_enter, args=(rank, world_size, port, str(log), dict(os.environ), function, args)
+        )
         for rank in range(world_size)
     ]
     for process in ranks:

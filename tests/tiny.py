@@ -74,7 +74,12 @@ def write_data(root: Path) -> Path:
 
 def tiny_config(data: Path, runs: Path, *overrides: str, ranks: int = 1, steps: int = 20) -> RunConfig:
     """A run over `write_data`'s sources: 4 sequences of 32 tokens a step, a checkpoint every 5 steps."""
-    words = [
+    return compose([*tiny_words(data, runs, ranks, steps), *overrides])
+
+
+def tiny_words(data: Path, runs: Path, ranks: int = 1, steps: int = 20) -> list[str]:
+    """`tiny_config` as a user would type it."""
+    return [
         "experiment=smoke_phase1",
         "name=tiny",
         f"runs={runs}",
@@ -99,4 +104,3 @@ def tiny_config(data: Path, runs: Path, *overrides: str, ranks: int = 1, steps: 
         "cluster.threads_per_rank=1",
         "cluster.step_timeout_seconds=60",
     ]
-    return compose([*words, *overrides])

@@ -120,8 +120,9 @@ def dry_run(config: RunConfig) -> str:
     }
     speed = cluster.expected_tokens_per_second_per_rank
     if speed:
-        days = tokens / (speed * cluster.ranks) / 86400
-        facts["expected"] = f"{days:.1f} days at {speed:,.0f} tokens/s a rank"
+        hours = tokens / (speed * cluster.ranks) / 3600
+        time = f"{hours / 24:.1f} days" if hours >= 48 else f"{hours:.1f} hours"
+        facts["expected"] = f"{time} at {speed:,.0f} tokens/s a rank"
     width = max(map(len, facts))
     return dump_yaml(config) + "\n" + "\n".join(f"{key:<{width}}  {value}" for key, value in facts.items())
 

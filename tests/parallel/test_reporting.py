@@ -1,0 +1,97 @@
+"""What a run reports, and where: TensorBoard and W&B tags, the schedule, the report of a chain of runs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from launch.report import write_report
+from tests.runs import train
+from tests.tiny import tiny_config
+from train.run_dir import RunDir
+
+WORDS = ["metrics.tensorboard=true", "metrics.wandb=true", "validation.every_steps=10"]
+SECRET = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(scope="module")
+def run(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    os.environ["WANDB_API_KEY"] = SECRET
+    try:
+        return train(tiny_config(tiny_data, tmp_path_factory.mktemp("reporting"), *WORDS))
+    finally:
+        del os.environ["WANDB_API_KEY"]
+
+
+def test_tensorboard_has_the_numbers_of_the_jsonl(run: RunDir) -> None:
+    events = EventAccumulator(str(run.tensorboard)).Reload()
+    for kind, tags in (
+        (
+            "train",
+            ["loss", "loss/code", "grad_norm", "lr", "tokens", "tokens_per_second", "data/prose/tokens"],
+        ),
+        ("validation", ["validation/prose/loss", "validation/code/bits_per_byte"]),
+    ):
+        rows = run.metric_rows(kind)
+        for tag in tags:
+            told = {event.step: event.value for event in events.Scalars(tag)}
+            assert told == pytest.approx({row["step"]: row[tag] for row in rows if tag in row}, rel=1e-6)
+
+
+def test_wandb_is_written_offline_under_the_fixed_id(run: RunDir) -> None:
+    assert list(run.wandb.glob(f"offline-run-*-{run.wandb_id()}"))
+
+
+def test_no_secret_reaches_the_run_directory(run: RunDir) -> None:
+    assert os.environ.get("WANDB_API_KEY") is None
+    for file in run.path.rglob("*"):
+        if file.is_file():
+            assert SECRET.encode() not in file.read_bytes(), file
+
+
+def test_the_time_of_a_step_is_split(run: RunDir) -> None:
+    for row in run.metric_rows("train"):
+        parts = ["data", "forward_backward", "optimizer", "checkpoint", "validation"]
+        split = [row[f"seconds/{part}"] for part in parts]
+        assert min(split) >= 0
+        assert sum(split) == pytest.approx(row["seconds/step"], rel=0.35, abs=0.02)
+
+
+def test_no_mfu_on_cpu(run: RunDir) -> None:
+    assert all("mfu" not in row for row in run.metric_rows("train"))
+
+
+def test_warm_up_stable_decay(run: RunDir) -> None:
+    """4 steps up to 3e-3, stable, and 4 steps of linear decay that would reach 0 one step after the end."""
+    rates = [row["lr"] for row in run.metric_rows("train")]
+    expected = [0.75e-3, 1.5e-3, 2.25e-3, *[3e-3] * 14, 2.25e-3, 1.5e-3, 0.75e-3]
+    assert rates == pytest.approx(expected)
+
+
+def test_losses_per_source_add_up(run: RunDir) -> None:
+    before: dict[str, int] = dict.fromkeys(("prose", "code"), 0)
+    for row in run.metric_rows("train"):
+        now = {source: row[f"data/{source}/tokens"] for source in before}
+        tokens = {source: now[source] - before[source] for source in before}
+        total = sum(tokens[s] * row[f"loss/{s}"] for s in before if tokens[s])
+        assert total / sum(tokens.values()) == pytest.approx(row["loss"], rel=1e-9)
+        before = now
+
+
+def test_report_of_two_phases(run: RunDir, tiny_data: Path, tmp_path: Path) -> None:
+    weights = ["~data.weights", "+data.weights={prose:0.2,code:0.8}"]
+    start = f"train.init_from={run.complete_checkpoints()[-1][1]}"
+    second = train(tiny_config(tiny_data, tmp_path, *WORDS, *weights[1:], start))
+    samples = [{"title": "A sample", "prompt": "x1 = ", "text": "3 + 4 <b>", "end_reason": "length"}]
+    stages = [{"name": "first", "seconds": 1.25}, {"name": "second", "seconds": 2.0}]
+    page = write_report(tmp_path, [("first", run.path), ("second", second.path)], samples, stages)
+    html, markdown = page.read_text(), (tmp_path / "report.md").read_text()
+    assert html.count("data:image/png;base64,") == 4
+    assert "http" not in html.replace("http-equiv", ""), "the report must not need the network"
+    assert "3 + 4 &lt;b&gt;" in html
+    assert "| first | 20 of 20 | 2,560 |" in markdown
+    assert "| code | 30 % → 80 % |" in markdown
+    assert "| all | 3.2 |" in markdown or "| all | 3.3 |" in markdown
