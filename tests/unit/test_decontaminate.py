@@ -193,6 +193,13 @@ def test_batch_equals_one_by_one(decontaminator: Decontaminator) -> None:
     assert decontaminator.check_batch(documents) == [decontaminator.check(text) for text in documents]
 
 
+def test_an_item_cut_in_two_documents_is_in_neither(decontaminator: Decontaminator) -> None:
+    question = "Why does the lower of two lakes fed by one glacier stay warmer all summer long?"
+    head, tail = question.split(" fed ")
+    assert decontaminator.check(f"{head} fed {tail}")
+    assert decontaminator.check_batch([f"{head} fed", tail]) == [[], []]
+
+
 def test_save_and_load(decontaminator: Decontaminator, tmp_path: Path) -> None:
     """The loaded index finds the same; one flipped byte anywhere, or another file, is refused by name."""
     path = tmp_path / "index"

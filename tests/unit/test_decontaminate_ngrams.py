@@ -61,6 +61,13 @@ def test_words_of_any_text(text: str) -> None:
     assert words == slow_words(text)
 
 
+def test_borders_of_the_symbol_ranges() -> None:
+    borders = "\x7f\x80\x9f\xa0\xbf\xc0\u1fff\u2000\u203f\u2040\u23ff\u2bff\u2c00\u2fff\u3000\u303f\u3040"
+    separating = [c for c in borders if len(normalise([f"a{c}b"]).starts_W) == 2]
+    assert separating == [c for c in borders if len(slow_words(f"a{c}b")) == 2]
+    assert len(separating) == 10
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.lists(texts, min_size=1, max_size=4), st.lists(texts, min_size=1, max_size=4), st.integers(1, 5))
 def test_find_is_exact(reference: list[str], documents: list[str], size: int) -> None:
@@ -91,6 +98,21 @@ def test_hash_depends_on_the_words_alone_wherever_they_stand() -> None:
         text = normalise([" ".join([*words[:before], phrase, *words[before:]])])
         assert gram_hashes(text, 7)[before] == alone[0]
     assert len(np.unique(gram_hashes(normalise([filler]), 1))) == len(set(filler.split()))
+
+
+def test_equal_hashes_are_no_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a hash that is the same for everything, only equal words are found."""
+    monkeypatch.setattr(
+        "data_mixtures.ngrams.gram_hashes",
+        lambda text, words: np.zeros(max(0, len(text.starts_W) - words + 1), np.uint64),
+    )
+    index = GramIndex.build(["alpha beta gamma", "beta gamma delta"], [0, 1], 3, most_owners=2)
+    assert index.find(normalise(["alpha beta gamma delta alpha"])) == [(0, 0), (1, 1)]
+
+
+def test_no_gram_spans_two_reference_texts() -> None:
+    index = GramIndex.build(["alpha beta gamma", "delta epsilon zeta"], [0, 1], 3, most_owners=2)
+    assert index.find(normalise(["alpha beta gamma delta epsilon zeta"])) == [(0, 0), (3, 1)]
 
 
 def test_a_word_longer_than_a_window() -> None:
