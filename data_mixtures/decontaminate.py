@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors import numpy as safetensors
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save as to_safetensors
 
 from data_mixtures.benchmarks import Item, Signature, find_head, find_signature, read_benchmarks
 from data_mixtures.ngrams import GramIndex, Texts, normalise
@@ -108,9 +108,9 @@ class _State:
         return arrays, texts
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> _State:
-        """From a saved index. Raises ValueError that says what does not fit."""
-        arrays, texts = _parse_safetensors(data)
+    def from_file(cls, path: Path) -> _State:
+        """From a saved index. Raises ValueError that says what does not fit, OSError when there is none."""
+        arrays, texts = _read_safetensors(path)
         if texts.get("format") != _FORMAT:
             raise ValueError(f"is no decontamination index (format {texts.get('format')!r}, not {_FORMAT!r})")
         checksum = texts.pop("sha256", "")
@@ -138,14 +138,14 @@ def _digest(arrays: dict[str, np.ndarray], texts: dict[str, str]) -> str:
     return digest.hexdigest()
 
 
-def _parse_safetensors(data: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Arrays and metadata of a safetensors file. Raises ValueError when it is none."""
+def _read_safetensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Arrays and record of an index file. Raises ValueError when it is none."""
     try:
-        arrays = safetensors.load(data)
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        with safe_open(path, framework="numpy") as file:
+            record = (file.metadata() or {}).get("decontamination", "{}")
+            return {name: file.get_tensor(name) for name in file.keys()}, json.loads(record)  # noqa: SIM118
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"is no decontamination index ({error})") from error
-    return arrays, json.loads(header.get("__metadata__", {}).get("decontamination", "{}"))
 
 
 class Decontaminator:
@@ -199,9 +199,9 @@ class Decontaminator:
     def load(cls, path: Path) -> Decontaminator:
         """Read what `save` wrote. Raises ValueError that names a missing, damaged or foreign file."""
         try:
-            return cls(_State.from_bytes(path.read_bytes()))
+            return cls(_State.from_file(path))
         except OSError as error:
-            raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+            raise ValueError(f"{path}: cannot be read ({error})") from error
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
@@ -209,7 +209,7 @@ class Decontaminator:
         """Write the built index to one safetensors file that holds its checksum; equal for equal content."""
         arrays, texts = self._state.content()
         record = json.dumps({**texts, "sha256": self.digest})  # one text: safetensors shuffles several
-        write_atomically(path, [safetensors.save(arrays, {"decontamination": record})])
+        write_atomically(path, [to_safetensors(arrays, {"decontamination": record})])
 
     def check(self, text: str) -> list[Hit]:
         """All hits in one document, in order of their place."""

@@ -220,9 +220,8 @@ class GramIndex:
 
     def words_of_texts(self) -> np.ndarray:
         """How many words each reference text has (int64)."""
-        blanks = np.concatenate([[0], np.cumsum(self.blob == _BLANK)])
-        ends = np.append(self.begins_T[1:], len(self.blob))
-        return blanks[ends] - blanks[self.begins_T]
+        words_before = np.searchsorted(np.flatnonzero(self.blob == _BLANK), [*self._begins, len(self.blob)])
+        return np.diff(words_before)
 
     def texts_with_grams(self) -> list[int]:
         """The reference texts that at least one entry points to, in order."""
