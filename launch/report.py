@@ -200,45 +200,32 @@ def smoothed_end(phase: Phase) -> float:
     return sum(row["loss"] for row in tail) / len(tail)
 
 
-def fall(phase: Phase, source: str, first: int, last: int) -> float | None:
-    """Fall of the held-out loss of `source` per million tokens between two validations of a phase."""
-    key = f"validation/{source}/loss"
-    rows = phase.validation
-    if len(rows) < 2 or key not in rows[first] or key not in rows[last]:
-        return None
-    tokens = (rows[last]["step"] - rows[first]["step"]) * phase.config.tokens_per_step
-    return (rows[first][key] - rows[last][key]) / tokens * 1e6 if tokens else None
-
-
 def shift_table(before: Phase, after: Phase) -> str:
-    """How fast each source's held-out loss fell in the second half of one phase and in the whole of the next."""
+    """How fast each source's held-out loss fell just before the shift, and from the shift to the phase's end."""
     rows = []
     for source in after.sources:
-        earlier = fall(before, source, len(before.validation) // 2, -1)
-        # From the last value before the shift, not from the first of the new phase, whose warm-up perturbs it.
         key = f"validation/{source}/loss"
-        if earlier is None or not after.validation or key not in before.validation[-1]:
+        points = [
+            (tokens, row[key])
+            for phase in (before, after)
+            for tokens, row in zip(phase.validation_tokens(), phase.validation, strict=True)
+            if key in row
+        ]
+        earlier = [point for point in points if point[0] <= after.offset]
+        if len(earlier) < 2 or len(points) == len(earlier):
             continue
-        later = (before.validation[-1][key] - after.validation[-1][key]) / after.tokens * 1e6
+        (tokens_0, loss_0), (tokens_1, loss_1), (tokens_2, loss_2) = earlier[-2], earlier[-1], points[-1]
         rows.append(
             [
                 source,
                 " → ".join(f"{100 * p.config.data.weights.get(source, 0):.0f} %" for p in (before, after)),
-                f"{before.validation[-1][key]:.3f} → {after.validation[-1][key]:.3f}",
-                f"{earlier:.2f}",
-                f"{later:.2f}",
+                f"{loss_0:.3f} → {loss_1:.3f} → {loss_2:.3f}",
+                f"{(loss_0 - loss_1) / (tokens_1 - tokens_0) * 1e6:.2f}",
+                f"{(loss_1 - loss_2) / (tokens_2 - tokens_1) * 1e6:.2f}",
             ]
         )
-    return table(
-        [
-            "source",
-            "share",
-            "held-out loss at the shift → after",
-            f"fall per million tokens, second half of {before.title}",
-            f"fall per million tokens, {after.title}",
-        ],
-        rows,
-    )
+    header = ["source", "share", "held-out loss: one validation before the shift → at it → at the end"]
+    return table([*header, "fall per million tokens before", "fall per million tokens after"], rows)
 
 
 def write_report(

@@ -169,9 +169,11 @@ class LaneformerTrainer(Trainer):
             loss, extra = self.loss_fn(pred_BSV, labels_BS, global_valid)
             del pred_BSV
             loss.backward()
-        tally_2K[0].index_add_(0, source_B, extra["rows"].double())
-        tally_2K[1].index_add_(0, source_B, (labels_BS != IGNORE_INDEX).sum(1).double())
-        rows_K.index_add_(0, source_B, torch.ones_like(source_B))
+        # A product rather than index_add_, whose order of additions is not fixed on a GPU.
+        is_source_KB = (source_B == torch.arange(len(self.sources), device=self.device)[:, None]).double()
+        tally_2K[0] += is_source_KB @ extra["rows"].double()
+        tally_2K[1] += is_source_KB @ (labels_BS != IGNORE_INDEX).sum(1).double()
+        rows_K += is_source_KB.sum(1).long()
 
     def _reduce_tally(self, tally_2K: torch.Tensor, rows_K: torch.Tensor) -> tuple[float, Requests]:
         """Sum the counts over ranks in place; returns the mean loss and the requests of the control files.
