@@ -199,6 +199,17 @@ def test_items_over_all_phases_come_in_whole_epochs(
             assert len(set(epoch)) == len(epoch)  # nothing twice in an epoch
 
 
+def test_every_epoch_source_and_seed_has_its_own_order() -> None:
+    half = {"a": Fraction(1, 2), "b": Fraction(1, 2)}
+    orders = []
+    for seed in (0, 1):
+        drawn = mixture(phase("p", 120, half), items={"a": 30, "b": 30}, seed=seed)
+        sources, indices, _ = drawn.locate(np.arange(120))
+        for s in (0, 1):
+            orders += [tuple(epoch) for epoch in indices[sources == s].reshape(2, 30).tolist()]
+    assert len(set(orders)) == 8
+
+
 def _count(part: Mixture, sources: np.ndarray) -> dict[str, int]:
     counted = Counter(sources.tolist())
     return {name: counted[s] for s, name in enumerate(part.sources)}

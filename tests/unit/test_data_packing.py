@@ -23,16 +23,13 @@ def test_best_fit_places_every_piece_once_and_never_overfills(data: st.DataObjec
     bins = np.split(order, np.cumsum(sizes)[:-1]) if len(sizes) else []
     filled = [sum(lengths[piece] for piece in bin_) for bin_ in bins]
     assert all(0 < total <= capacity for total in filled)
-    # best fit decreasing needs at most 11/9 of the optimum plus one, and the optimum is at least the total
-    assert len(bins) <= 11 / 9 * max(1, -(-sum(lengths) // capacity) * 2) + 1
-    if filled:
-        # no two sequences fit into one: at most one is half empty
-        assert sum(total * 2 <= capacity for total in filled) <= 1
+    assert sum(total * 2 <= capacity for total in filled) <= 1  # two half-empty ones would have been one
 
 
 def test_best_fit_takes_the_tightest_place() -> None:
-    order, sizes = best_fit(np.array([7, 6, 3, 4]), 10)
-    assert [bin_.tolist() for bin_ in np.split(order, np.cumsum(sizes)[:-1])] == [[0, 2], [1, 3]]
+    """4 fits beside 5 and beside 6; beside 6 it leaves nothing."""
+    order, sizes = best_fit(np.array([5, 6, 4]), 10)
+    assert [bin_.tolist() for bin_ in np.split(order, np.cumsum(sizes)[:-1])] == [[1, 2], [0]]
 
 
 def test_packs_cover_the_documents_and_report_padding_and_cuts(tmp_path: Path) -> None:
