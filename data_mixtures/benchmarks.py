@@ -57,6 +57,20 @@ def read_benchmarks(paths: Iterable[Path]) -> list[Item]:
     return [item for file in files for item in _read_file(file)]
 
 
+def benchmark_files(patterns: str) -> list[Path]:
+    """The files that comma-separated paths or glob patterns name. ValueError for one that matches nothing."""
+    found: list[Path] = []
+    for pattern in patterns.split(","):
+        path = Path(pattern.strip()).expanduser()
+        matches = (
+            [path] if path.exists() else sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+        )
+        if not matches:
+            raise ValueError(f"{pattern.strip()!r} matches no file")
+        found += matches
+    return found
+
+
 def _read_file(file: Path) -> Iterator[Item]:
     benchmark = file.name.split(".")[0]
     opener = gzip.open if file.suffix == ".gz" else open

@@ -201,19 +201,21 @@ def _pack(values: dict[str, str], _: set[str]) -> int:
 
 
 def _benchmarks(values: dict[str, str], _: set[str]) -> int:
+    from data_mixtures.benchmarks import benchmark_files
     from data_mixtures.decontaminate import Decontaminator
 
-    files = sorted(Path().glob(values["files"])) if not Path(values["files"]).is_absolute() else []
-    if Path(values["files"]).exists():
-        files = [Path(values["files"])]
-    if not files:
-        raise ValueError(f"files={values['files']} matches no file")
-    decontaminator = Decontaminator.from_files(files)
+    decontaminator = Decontaminator.from_files(benchmark_files(values["files"]))
     sha256 = decontaminator.save(Path(values["out"]))
     for benchmark, found in decontaminator.coverage().items():
         print(f"{benchmark}: {found.items:,} items, {found.out_of_reach:,} too short to be found")
     print(f"{values['out']}: SHA-256 {sha256}")
     return 0
+
+
+def _scan(values: dict[str, str], switches: set[str]) -> int:
+    from data_mixtures.scan import scan_command
+
+    return scan_command(values, switches)
 
 
 def _audit(values: dict[str, str], _: set[str]) -> int:
@@ -304,8 +306,17 @@ VERBS = {
         "build the decontamination index from benchmark files",
         _benchmarks,
         {
-            "files": Key(None, "a file, or a quoted pattern of files"),
+            "files": Key(None, "files or quoted patterns, separated by commas"),
             "out": Key("data/benchmarks.safetensors", "file to write"),
+        },
+    ),
+    "scan": Verb(
+        "check a source for benchmark items without preparing it",
+        _scan,
+        {
+            "source": Key(None, "name in the catalogue, or a YAML file that describes one source"),
+            "index": Key("data/benchmarks.safetensors", "decontamination index, as `benchmarks` writes it"),
+            "report": Key("", "JSON file to write the hits to, by source and by benchmark item"),
         },
     ),
     "identity": Verb(

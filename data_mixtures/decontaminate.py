@@ -205,11 +205,12 @@ class Decontaminator:
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
-    def save(self, path: Path) -> None:
-        """Write the built index to one safetensors file that holds its checksum; equal for equal content."""
+    def save(self, path: Path) -> str:
+        """Write the index to one safetensors file, byte for byte equal for equal content; returns `digest`."""
         arrays, texts = self._state.content()
         record = json.dumps({**texts, "sha256": self.digest})  # one text: safetensors shuffles several
         write_atomically(path, [to_safetensors(arrays, {"decontamination": record})])
+        return self.digest
 
     def check(self, text: str) -> list[Hit]:
         """All hits in one document, in order of their place."""

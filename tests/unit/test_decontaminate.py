@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from data_mixtures.benchmarks import read_benchmarks
+from data_mixtures.cli import main
 from data_mixtures.contamination import DocumentHits, read_hits, summarise, write_hits
 from data_mixtures.decontaminate import Decontaminator, Hit, contaminated
 from tests.unit.planted import KINDS, Task
@@ -297,6 +298,29 @@ def test_report_of_hits(decontaminator: Decontaminator, tmp_path: Path) -> None:
     (tmp_path / "hits.jsonl").write_text('{"source": "web"}\n')
     with pytest.raises(ValueError, match=r"hits\.jsonl: line 1"):
         list(read_hits([tmp_path / "hits.jsonl"]))
+
+
+def test_scan_of_a_source(files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From the command line: build the index, scan a source, read the report."""
+    index, report = tmp_path / "index.safetensors", tmp_path / "report.json"
+    pattern = f"{files[0].parent}/Own*.gz,{files[1]}, {files[2]}"
+    assert main(["benchmarks", f"files={pattern}", f"out={index}"]) == 0
+    assert "OwnTasks: 3 items, 0 too short to be found" in capsys.readouterr().out
+    rows = [{"body": text} for text in (KINDS["renamed variables"](TASKS[0]), *CLEAN.values(), PASSAGE)]
+    write_jsonl(tmp_path / "rows.jsonl", [*rows, {"body": None}])
+    yaml = "kind: jsonl\npath: rows.jsonl\ncategory: code\nlicence: ours\ncolumns: {text: body}\n"
+    (tmp_path / "mine.yaml").write_text(yaml)
+    assert main(["scan", f"source={tmp_path}/mine.yaml", f"index={index}", f"report={report}"]) == 0
+    printed = capsys.readouterr().out
+    assert "Own/0 (signature, removed)" in printed or "Own/0 (prompt, removed)" in printed
+    assert f"{len(rows)} documents" in printed
+    assert "1 to remove" in printed
+    assert "1 reported only; 1 rows are no document" in printed
+    found = json.loads(report.read_text())
+    assert found["index"] == Decontaminator.load(index).digest
+    assert found["items"]["OwnTasks"]["Own/0"]["places"][0]["document"].startswith("rows.jsonl:1 ")
+    assert main(["benchmarks", "files=nowhere/*.jsonl", f"out={index}"]) == 2
+    assert "'nowhere/*.jsonl' matches no file" in capsys.readouterr().err
 
 
 def shared_tasks(name: str) -> list[Task]:
