@@ -95,6 +95,7 @@ def _write_manifest(
             "configs": list(source.configs),
             "revision": source.revision,
             "licence": source.licence,
+            "category": source.category,
         },
         tokenizer_sha256=tokenizer.sha256,
         vocab_size=tokenizer.vocab_size,

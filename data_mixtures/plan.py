@@ -79,6 +79,7 @@ class _Size:
     tokens: int
     measured: bool
     bytes_per_token: int
+    category: str
 
 
 def make_plan(config: DataConfig, seq_len: int = 4096, folder: Path = CATALOGUE_FOLDER) -> Plan:
@@ -96,7 +97,7 @@ def make_plan(config: DataConfig, seq_len: int = 4096, folder: Path = CATALOGUE_
     for name in names:
         size = _size(name, config.root, known, folder, problems)
         if size is not None:
-            rows.append(_row(name, size, _category(name, known), phases, means))
+            rows.append(_row(name, size, phases, means))
     problems += _read_twice(names, known)
     problems += [
         _over_cap(row, config.max_epochs, phases) for row in rows if _is_over(row, config.max_epochs)
@@ -113,7 +114,7 @@ def make_plan(config: DataConfig, seq_len: int = 4096, folder: Path = CATALOGUE_
         rows=tuple(rows),
         categories={category: _category_shares(rows, category, len(phases)) for category in order},
         ramp_from=phases[-1].ramp.start if phases[-1].ramp else None,
-        ramp=_ramp(phases, known),
+        ramp=_ramp(phases, {row.name: row.category for row in rows}),
     )
 
 
@@ -161,7 +162,10 @@ def _size(
     train = Path(root) / name / "train"
     if (train / "manifest.json").exists():
         manifest = read_manifest(train)
-        return _Size(manifest["tokens"], True, np.dtype(manifest["dtype"]).itemsize)
+        category = (
+            known[name].category if name in known else manifest["origin"].get("category", "uncatalogued")
+        )
+        return _Size(manifest["tokens"], True, np.dtype(manifest["dtype"]).itemsize, category)
     if name not in known:
         problems.append(f"{unknown_source(name, known, folder)}, and {train} is not prepared")
     elif (tokens := known[name].expected_tokens) is None:
@@ -169,20 +173,18 @@ def _size(
             f"source {name!r} has no size: prepare it, or set expected_tokens in {known[name].file}"
         )
     else:
-        return _Size(tokens, False, BYTES_PER_TOKEN)
+        return _Size(tokens, False, BYTES_PER_TOKEN, known[name].category)
     return None
 
 
-def _row(
-    name: str, size: _Size, category: str, phases: list[Phase], means: list[dict[str, Fraction]]
-) -> SourceRow:
+def _row(name: str, size: _Size, phases: list[Phase], means: list[dict[str, Fraction]]) -> SourceRow:
     weights = tuple(mean.get(name, Fraction(0)) for mean in means)
     tokens = tuple(weight * phase.tokens for weight, phase in zip(weights, phases, strict=True))
     total = sum(tokens, Fraction(0))
     needed = min(total, Fraction(size.tokens))
     return SourceRow(
         name=name,
-        category=category,
+        category=size.category,
         weights=tuple(map(float, weights)),
         tokens=tuple(map(float, tokens)),
         epochs=tuple(float(count / size.tokens) if size.tokens else float("inf") for count in tokens),
@@ -192,10 +194,6 @@ def _row(
         needed_tokens=float(needed),
         disk_bytes=float(needed * size.bytes_per_token),
     )
-
-
-def _category(name: str, known: Mapping[str, Source]) -> str:
-    return known[name].category if name in known else "uncatalogued"
 
 
 def _read_twice(names: list[str], known: Mapping[str, Source]) -> list[str]:
@@ -237,7 +235,7 @@ def _category_shares(rows: list[SourceRow], category: str, phases: int) -> tuple
     return tuple(sum(weights[phase] for weights in chosen) for phase in range(phases))
 
 
-def _ramp(phases: list[Phase], known: Mapping[str, Source]) -> tuple[RampRow, ...]:
+def _ramp(phases: list[Phase], categories: Mapping[str, str]) -> tuple[RampRow, ...]:
     """The categories' shares at even steps of the last phase's ramp; empty without one."""
     phase = phases[-1]
     if phase.ramp is None:
@@ -249,7 +247,7 @@ def _ramp(phases: list[Phase], known: Mapping[str, Source]) -> tuple[RampRow, ..
         shares: dict[str, Fraction] = defaultdict(Fraction)
         for name in dict.fromkeys([*start, *phase.weights]):
             begin, end = start.get(name, Fraction(0)), phase.weights.get(name, Fraction(0))
-            shares[_category(name, known)] += begin + (end - begin) * done
+            shares[categories[name]] += begin + (end - begin) * done
         shares_float = {category: float(share) for category, share in shares.items()}
         rows.append(RampRow(int(phase.ramp.tokens * done), shares_float))
     return tuple(rows)

@@ -37,6 +37,7 @@ class Document:
     messages: list[chat.Message] | None = None
 
 
+CATEGORIES = {"prose": "general", "code": "code", "reasoning": "math_reasoning", "chat": "chat"}
 LICENCES = {"prose": "PSF-2.0", "code": "PSF-2.0", "reasoning": "Apache-2.0", "chat": "Apache-2.0"}
 
 
@@ -109,6 +110,7 @@ def _write(
             "name": f"smoke:{source}",
             "revision": f"Python {platform.python_version()}",
             "licence": LICENCES[source],
+            "category": CATEGORIES[source],
             "fingerprint": fingerprint,
         },
         tokenizer_sha256=model.sha256,

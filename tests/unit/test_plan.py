@@ -178,7 +178,7 @@ def test_measured_sizes_replace_expected_ones(tmp_path: Path) -> None:
             directory,
             source=name,
             split="train",
-            origin={},
+            origin={"category": "code"} if name == "homemade" else {},
             tokenizer_sha256="t",
             vocab_size=vocabulary,
             shards=shards,
@@ -191,7 +191,7 @@ def test_measured_sizes_replace_expected_ones(tmp_path: Path) -> None:
         (300, "measured"),
     ]
     assert rows["pes2o"].size_is == "expected"
-    assert rows["homemade"].category == "uncatalogued"
+    assert (rows["homemade"].category, rows["legal"].category) == ("code", "general")
     assert (rows["legal"].disk_bytes, rows["homemade"].disk_bytes) == (
         1000,
         300 * token_dtype(100_000).itemsize,
