@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 PY := $(VENV)/bin/python
 
-.PHONY: setup smoke test test-slow check clean
+.PHONY: setup setup-system smoke test test-slow check clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -15,6 +15,11 @@ $(VENV)/.installed: pyproject.toml
 setup: ## make the virtual environment; TORCH=torch==2.14.1 for H100 nodes
 	@if [ -f $(VENV)/.installed ] && [ "$$(cat $(VENV)/.installed)" != "$(TORCH)" ]; then rm -f $(VENV)/.installed; fi
 	@$(MAKE) --no-print-directory $(VENV)/.installed
+
+setup-system: ## Debian packages of the tests that need them (a real Slurm, the sandbox); they are skipped without
+	@if ! command -v slurmctld slurmd sbatch munged bwrap >/dev/null; then \
+		apt-get update -qq && \
+		apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge bubblewrap; fi
 
 smoke: setup ## the whole pipeline, small, on real text
 	$(PY) -m launch smoke
