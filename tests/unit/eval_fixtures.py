@@ -1,0 +1,111 @@
+"""A small tokenizer, a small random Laneformer and hand-made tasks, for tests of evaluation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data_mixtures.tokenizer import Tokenizer, train_tokenizer
+from eval.core_tasks import Item, Kind, Task, TaskData
+from model.config import LaneformerConfig
+from model.laneformer import Laneformer, build_model
+
+CORE_DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "core"
+NO_CORE_DATA = "the DCLM CORE task files are not in ../shared/data/core"
+
+VOCABULARY = 384
+TEXT = "the quick brown fox jumps over the lazy dog and a cat sat on the mat. Answer: question choice "
+
+
+def small_tokenizer(folder: Path) -> Tokenizer:
+    words = TEXT.split()
+    lines = [" ".join(words[i:] + words[:i]) for i in range(len(words))]
+    return train_tokenizer(lines, folder / "tokenizer.model", VOCABULARY)
+
+
+def small_model(longest: int = 128, window: int | None = 12, vocab_size: int = VOCABULARY) -> Laneformer:
+    """Four layers with delayed exchange, two of them with a sliding window; weights large enough that
+    contexts matter."""
+    sizes = LaneformerConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        num_lanes=2,
+        broadcast_delay=1,
+        use_early_comm=False,
+        use_attention_comm=True,
+        use_mlp_comm=True,
+        lm_head_type="replicate",
+        pre_norm_lane_agg=False,
+        replicated_rmsn_scale=True,
+        sliding_window=window,
+        swa_layers=(0, 2) if window else (),
+        rope_theta=10000.0,
+        norm_eps=1e-5,
+        max_position_embeddings=longest,
+        tie_word_embeddings=False,
+    )
+    model = build_model(sizes)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(0, 0.15, generator=generator)
+    return model
+
+
+class CharEncoder:
+    """One token for each character (its code point); BOS is 1. " a" is two tokens: no space is added."""
+
+    bos_id = 1
+
+    def __init__(self, longest: int = 100_000):
+        self.longest = longest
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(c) for c in text]
+
+    def encode_start(self, text: str) -> list[int]:
+        return [self.bos_id, *self.encode(text)]
+
+    @staticmethod
+    def text(tokens: tuple[int, ...] | list[int]) -> str:
+        return "".join("^" if t == 1 else chr(t) if t < 0x110000 else " " + chr(t - 0x110000) for t in tokens)
+
+
+class SpaceEncoder(CharEncoder):
+    """Like CharEncoder, but a space and the letter after it are one token, as in byte-pair vocabularies."""
+
+    def encode(self, text: str) -> list[int]:
+        tokens: list[int] = []
+        for c in text:
+            if tokens and tokens[-1] == ord(" ") and c.isalpha():
+                tokens[-1] = 0x110000 + ord(c)
+            else:
+                tokens.append(ord(c))
+        return tokens
+
+
+def make_task(kind: Kind, items: list[Item], **changes: Any) -> TaskData:
+    values: dict[str, Any] = {
+        "name": "hand_made",
+        "kind": kind,
+        "shots": 0,
+        "items": len(items),
+        "baseline": 0.0,
+        "baseline_v2": 0.0,
+        "file": "hand_made",
+    }
+    return TaskData(Task(**values | changes), Path("hand_made.jsonl"), tuple(items), "0" * 64)
+
+
+def write_items(file: Path, items: list[Item], opener: Callable[..., Any] = open) -> None:
+    with opener(file, "wt", encoding="utf-8") as stream:
+        stream.writelines(json.dumps(item) + "\n" for item in items)
