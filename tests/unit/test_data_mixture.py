@@ -253,13 +253,16 @@ def test_too_small_sources_and_phases_are_named() -> None:
 
 
 SIX_TRILLION = """
-import resource, sys, time
+import time
 import numpy as np
 from fractions import Fraction
 from data_mixtures.mixture import Mixture, SourceSize
 from data_mixtures.recipe import Phase, Ramp
 
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def peak_megabytes():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1024
+before = peak_megabytes()
 started = time.process_time()
 rng = np.random.default_rng(0)
 def shares():
@@ -279,7 +282,7 @@ started = time.process_time()
 for position in positions:
     plan.place(position)
 per_access = (time.process_time() - started) / 1000
-print(start_up, per_access, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+print(start_up, per_access, peak_megabytes() - before)
 """
 
 
@@ -289,7 +292,7 @@ def test_the_six_trillion_token_plan_is_quick_and_small() -> None:
     start_up, per_access, megabytes = map(float, printed.stdout.split())
     assert start_up < 10
     assert per_access < 1e-3
-    assert megabytes < 200
+    assert 5 < megabytes < 200  # the tables alone take five
 
 
 # --- recipes
