@@ -17,7 +17,8 @@ The factor 1/2n (two modules in each of n layers) keeps the residual stream's va
 depth. It needs no factor for lanes, because every exchange adds the same variance. A lane's partial output
 has fan-in D/L in wo, and so a variance v that is 1/L of a dense layer's. Summing L independent partials gives
 L·v; a lane on its own adds √L · o, again L·v; and the delayed exchange adds one own and L−1 earlier partials,
-(1 + L−1)·v. So fan-in counts all lanes' inputs, as in the dense twin.
+(1 + L−1)·v. So fan-in counts all lanes' inputs, as in the dense twin. (With use_early_comm the first sums arrive
+once more, `delay` layers later: the stream then grows by what two more layers per early one would add.)
 """
 
 import hashlib

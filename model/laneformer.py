@@ -307,10 +307,14 @@ class Laneformer(Decoder):
         self.init_seed = config.init_seed
         self.rotary = Rotary.Config(sizes=config.sizes).build()
 
+    def tie_weights(self) -> None:
+        """Make a tied embedding and head one parameter again after to_empty, which gives each its own."""
+        if self.enable_weight_tying:
+            self.tok_embeddings.weight = self.lm_head.weight
+
     def init_states(self, *, buffer_device: torch.device | None = None) -> None:
         """Fill parameters and buffers, after to_empty and after sharding."""
-        if self.enable_weight_tying:
-            self.tok_embeddings.weight = self.lm_head.weight  # to_empty gave each its own
+        self.tie_weights()
         initialise(self.named_parameters(), self.sizes, self.init_seed)
         self.rotary._init_self_buffers(buffer_device=buffer_device)
 
@@ -420,5 +424,6 @@ def empty_model(
     with torch.device("meta"):
         model = Laneformer.Config.from_sizes(config, init_seed).build()
     model = model.to(dtype).to_empty(device=device)
+    model.tie_weights()
     model.rotary._init_self_buffers()
     return model
