@@ -47,7 +47,8 @@ class Score:
 
 
 class Scorer(Protocol):
-    encoder: TextEncoder
+    @property
+    def encoder(self) -> TextEncoder: ...
 
     def score(self, spans: Sequence[Span]) -> list[Score]:
         """The score of each span, in order."""
@@ -230,7 +231,7 @@ def load_scorer(
 ) -> Scorer:
     """The model of a checkpoint directory or a Hugging Face folder. Raises ValueError when it is neither."""
     if is_run_checkpoint(path):
-        from model.checkpoint import load_checkpoint  # pyright: ignore[reportMissingImports]
+        from model.checkpoint import load_checkpoint
 
         model, _, tokenizer = load_checkpoint(path, dtype=DTYPES[dtype], device=device)
         return LaneformerScorer(model, Tokenizer(tokenizer), batch_tokens)

@@ -47,7 +47,8 @@ class SuiteResult:
 
 
 class Suite(Protocol):
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def settings(self) -> dict[str, Any]:
         """JSON values of everything that can change the numbers: data checksums, caps, rules, versions."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from data_mixtures.tokenizer import Tokenizer, train_tokenizer
+from eval.adapter import Score
+from eval.core_prompts import Span
 from eval.core_tasks import Item, Kind, Task, TaskData
 from model.config import LaneformerConfig
 from model.laneformer import Laneformer, build_model
@@ -109,3 +112,64 @@ def make_task(kind: Kind, items: list[Item], **changes: Any) -> TaskData:
 def write_items(file: Path, items: list[Item], opener: Callable[..., Any] = open) -> None:
     with opener(file, "wt", encoding="utf-8") as stream:
         stream.writelines(json.dumps(item) + "\n" for item in items)
+
+
+class HashScorer:
+    """A scorer without a model: a span's score is drawn from its tokens, so the same span scores the same.
+
+    `die_after` calls of score, it raises Killed.
+    """
+
+    def __init__(self, die_after: int | None = None):
+        self.encoder = SpaceEncoder()
+        self.die_after = die_after
+        self.scored = 0
+
+    def score(self, spans: Sequence[Span]) -> list[Score]:
+        if self.die_after is not None:
+            self.die_after -= 1
+            if self.die_after < 0:
+                raise Killed
+        self.scored += len(spans)
+        scores = []
+        for span in spans:
+            draw = random.Random(repr(span))
+            count = len(span.tokens) - span.start
+            scores.append(Score(draw.random() * count, count, draw.random() < 0.4))
+        return scores
+
+
+class Killed(BaseException):
+    """Like SIGKILL, nothing catches it."""
+
+
+def write_core_data(folder: Path, copies: int = 1) -> None:
+    """Small task files: copa (2 options), winograd (schema), lambada_openai and jeopardy_all (two categories)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    numbers = range(20 * copies)
+    write_items(
+        folder / "copa.jsonl",
+        [{"query": f"q {i}", "choices": [f"left {i}", "right"], "gold": i % 2} for i in numbers],
+    )
+    write_items(
+        folder / "winograd_wsc.jsonl",
+        [
+            {"context_options": [f"a {i}", f"b {i}"], "continuation": "was it.", "gold": i % 2}
+            for i in numbers
+        ],
+    )
+    write_items(
+        folder / "lambada_openai.jsonl", [{"context": f"w {i}", "continuation": "end"} for i in numbers]
+    )
+    write_items(
+        folder / "jeopardy_all.jsonl",
+        [{"context": f"j {i}", "continuation": "x", "category": "ab"[i % 4 == 0]} for i in numbers],
+    )
+
+
+def fake_checkpoint(run: Path, step: int) -> Path:
+    """A directory that counts as a complete checkpoint, without weights."""
+    folder = run / "checkpoints" / f"step-{step}"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text(json.dumps({"format": "laneformer-checkpoint", "step": step}))
+    return folder

@@ -1,0 +1,203 @@
+"""The commands of this package: `python -m eval [verb] key=value … --switch`; without a verb it scores.
+
+What a command needs is imported when it runs, so that `--help` is quick. Mistakes of the user end with exit
+code 2 and one message on stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from eval.suite import Key, Suite
+
+Values = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One command. `positional` names the keys that bare words fill, in order."""
+
+    help: str
+    run: Callable[[Values, set[str]], int]
+    keys: dict[str, Key] = field(default_factory=dict)
+    switches: dict[str, str] = field(default_factory=dict)
+    positional: tuple[str, ...] = ()
+
+
+def main(argv: Sequence[str]) -> int:
+    words = list(argv)
+    if not words or words[0] in ("--help", "-h"):
+        print(_overview())
+        return 0
+    name = words.pop(0) if words[0] in VERBS else SCORE
+    verb = VERBS[name]
+    if "--help" in words or "-h" in words:
+        print(_describe(name, verb))
+        return 0
+    try:
+        return verb.run(*_parse(name, verb, words))
+    except (ValueError, FileNotFoundError) as error:
+        print(f"python -m eval {name}: {error}", file=sys.stderr)
+        return 2
+
+
+def _parse(name: str, verb: Verb, words: list[str]) -> tuple[Values, set[str]]:
+    given: dict[str, str] = {}
+    switches: set[str] = set()
+    bare = list(verb.positional)
+    for word in words:
+        key, equals, value = word.partition("=")
+        if word in verb.switches:
+            switches.add(word)
+        elif equals and key in verb.keys:
+            given[key] = value
+        elif bare and not word.startswith("-") and not equals:
+            given[bare.pop(0)] = word
+        else:
+            known = ", ".join([*(f"{key}=" for key in verb.keys), *verb.switches])
+            raise ValueError(f"unknown argument {word!r}; {name} takes {known}")
+    values = {key: spec.default for key, spec in verb.keys.items()} | given
+    missing = [f"{key}=" for key, value in values.items() if value is None]
+    if missing:
+        raise ValueError(f"missing {', '.join(missing)}; see `python -m eval {name} --help`")
+    return {key: value for key, value in values.items() if value is not None}, switches
+
+
+def _overview() -> str:
+    width = max(map(len, VERBS))
+    lines = [f"  {name:{width}}  {verb.help}" for name, verb in VERBS.items()]
+    return "\n".join(
+        ["python -m eval [verb] key=value … --switch   (--help after a verb lists its keys)", "", *lines]
+    )
+
+
+def _describe(name: str, verb: Verb) -> str:
+    rows = [(f"{key}={spec.default or ''}", spec.help) for key, spec in verb.keys.items()]
+    rows += verb.switches.items()
+    width = max((len(left) for left, _ in rows), default=0)
+    words = "".join(f" {key.upper()}" for key in verb.positional)
+    return "\n".join(
+        [f"python -m eval {name}{words}: {verb.help}", *(f"  {a:{width}}  {b}" for a, b in rows)]
+    )
+
+
+def number(key: str, text: str) -> int:
+    """The whole number of key=text. Raises ValueError that names the key."""
+    try:
+        return int(text.replace("_", ""))
+    except ValueError:
+        raise ValueError(f"{key}={text} is no whole number") from None
+
+
+# --- score
+
+
+def make_suites(values: Values, switches: set[str]) -> list[Suite]:
+    """The suites that suite=a,b names, with the settings of this command line."""
+    from eval.core import core_suite
+    from eval.core_prompts import RULES
+
+    makers: dict[str, Callable[[], Suite]] = {}
+
+    def add_core(name: str) -> None:
+        rules = {rule: rule for rule in RULES}.get(values["rules"])
+        if rules is None:
+            raise ValueError(f"rules={values['rules']} must be one of {', '.join(RULES)}")
+        makers[name] = lambda: core_suite(
+            name,
+            Path(values["data"]) if values["data"] else None,
+            rules=rules,
+            limit=number("limit", values["limit"]) if values["limit"] else None,
+            only=tuple(task for task in values["tasks"].split(",") if task),
+            batch_tokens=number("batch_tokens", values["batch_tokens"]) if values["batch_tokens"] else None,
+            trust_remote_code=TRUST in switches,
+        )
+
+    for name in ("core", "builtin"):
+        add_core(name)
+    names = [name for name in values["suite"].split(",") if name]
+    unknown = [name for name in names if name not in makers]
+    if unknown or not names:
+        raise ValueError(f"suite={values['suite']} must name some of {', '.join(makers)}")
+    return [makers[name]() for name in names]
+
+
+def _score(values: Values, switches: set[str]) -> int:
+    from eval.results import RunFiles
+    from eval.runner import Machine, evaluate, follow, locate
+
+    if bool(values["checkpoint"]) == bool(values["run"]) or (FOLLOW in switches) != bool(values["run"]):
+        raise ValueError(
+            "give checkpoint=FOLDER to score one, or --follow run=runs/NAME to score a whole run"
+        )
+    suites = make_suites(values, switches)
+    machine = Machine.choose(values["device"], values["dtype"], number("processes", values["processes"]))
+    for suite in suites:
+        suite.settings()  # reads the data, so that a mistake is known before a model is loaded
+    if values["run"]:
+        count = follow(RunFiles(Path(values["run"])), suites, machine, number("poll", values["poll"]), _say)
+        _say(f"{count} results added")
+        return 0
+    checkpoint = Path(values["checkpoint"])
+    run, step = locate(checkpoint, Path(values["out"]) if values["out"] else None)
+    evaluate(run, step, checkpoint, suites, machine, _say)
+    if run.result_file(step).exists():
+        _say(f"results: {run.result_file(step)}")
+    return 0
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+# --- the other verbs
+
+
+def _aggregate(values: Values, switches: set[str]) -> int:
+    from eval.aggregate import aggregate_file, table
+
+    rows = aggregate_file(Path(values["scores"]))
+    print(json.dumps(rows, indent=1) if "--json" in switches else table(rows))
+    return 0
+
+
+SCORE = "score"
+FOLLOW = "--follow"
+TRUST = "--trust-remote-code"
+VERBS = {
+    SCORE: Verb(
+        "score one checkpoint, or with --follow every checkpoint of a run as it appears",
+        _score,
+        {
+            "checkpoint": Key("", "a complete checkpoint directory, or a Hugging Face folder"),
+            "run": Key("", "with --follow: the run directory"),
+            "suite": Key("core", "core, builtin (small, needs no data), or several: core,builtin"),
+            "data": Key("", "core: folder with the task files (`python -m eval fetch core`)"),
+            "limit": Key("", "core: at most so many items a task, always the same ones"),
+            "tasks": Key("", "core: only these, separated by commas"),
+            "rules": Key("dclm", "core: dclm, or nanochat's prompts"),
+            "out": Key("", "where results go when the checkpoint is not in a run directory"),
+            "device": Key("auto", "cpu or cuda"),
+            "dtype": Key("auto", "float32 (default on CPU), bfloat16 (default on GPU) or float16"),
+            "processes": Key("1", "share the items among so many processes, one per GPU"),
+            "batch_tokens": Key("", "tokens in one forward pass (4096 on CPU, 65536 on GPU)"),
+            "poll": Key("30", "with --follow: seconds between two looks at the run"),
+        },
+        {
+            FOLLOW: "score every complete checkpoint of run=, in order, until the run is DONE",
+            TRUST: "let a Hugging Face folder run its own modeling code",
+        },
+        positional=("run",),
+    ),
+    "aggregate": Verb(
+        "Core v1 and v2 from accuracies: a JSON list of {name, accuracy: {task: fraction}}",
+        _aggregate,
+        {"scores": Key(None, "the file")},
+        {"--json": "print JSON"},
+        positional=("scores",),
+    ),
+}

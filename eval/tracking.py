@@ -1,0 +1,113 @@
+"""Evaluation results beside the training curves: metrics.jsonl, TensorBoard and W&B.
+
+What is logged is derived from the recorded results: every entry of evals/step-N.json that has no row in
+metrics.jsonl is logged now, and its row is written last. So a crash in between loses nothing, and a result is
+at most logged twice. W&B gets the run's fixed id and `eval/step` as the x-axis, never its own step counter,
+which refuses to go back when an old checkpoint is scored late.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import yaml
+
+from eval.results import RunFiles, append_lines, locked, read_lines
+
+
+def log_results(run: RunFiles) -> int:
+    """Log every result that is not logged yet; how many."""
+    with locked(run.evals / ".log-lock"):
+        logged = {
+            (row["step"], row["suite"], row["settings_hash"])
+            for row in read_lines(run.metrics)
+            if row["kind"] == "eval"
+        }
+        results = run.results()
+        rows = [
+            {
+                "kind": "eval",
+                "step": result["step"],
+                "time": time.time(),
+                "suite": entry["suite"],
+                "settings_hash": entry["settings_hash"],
+                **{f"eval/{key}": value for key, value in entry["scores"].items()},
+            }
+            for result in results
+            for entry in result["suites"]
+            if (result["step"], entry["suite"], entry["settings_hash"]) not in logged
+        ]
+        if rows:
+            wanted = _wanted(run)
+            if wanted["tensorboard"]:
+                _to_tensorboard(run, rows)
+            if wanted["wandb"]:
+                _to_wandb(run, rows, best(results), wanted)
+            append_lines(run.metrics, rows)
+        return len(rows)
+
+
+def best(results: list[dict[str, Any]]) -> dict[str, float]:
+    """The highest value of each score over all steps."""
+    highest: dict[str, float] = {}
+    for result in results:
+        for entry in result["suites"]:
+            for key, value in entry["scores"].items():
+                highest[key] = max(value, highest.get(key, value))
+    return highest
+
+
+def _wanted(run: RunFiles) -> dict[str, Any]:
+    """Where the run logs, by its own configuration; a folder without one gets TensorBoard only."""
+    if not run.resolved.exists():
+        return {"tensorboard": True, "wandb": False}
+    config = yaml.safe_load(run.resolved.read_text(encoding="utf-8"))
+    return {**config["metrics"], "name": config["name"]}
+
+
+def _scores(row: dict[str, Any]) -> dict[str, float]:
+    return {key: value for key, value in row.items() if key.startswith("eval/")}
+
+
+def _to_tensorboard(run: RunFiles, rows: list[dict[str, Any]]) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    # A folder of its own: TensorBoard follows only the newest file of a folder, and the trainer still writes.
+    with SummaryWriter(os.fspath(run.tensorboard / "eval")) as writer:
+        for row in rows:
+            for key, value in _scores(row).items():
+                writer.add_scalar(key, value, row["step"])
+
+
+def _to_wandb(
+    run: RunFiles, rows: list[dict[str, Any]], highest: dict[str, float], config: dict[str, Any]
+) -> None:
+    import wandb
+
+    online = bool(os.environ.get("WANDB_API_KEY")) and os.environ.get("WANDB_MODE") != "offline"
+    group, _, _ = config["name"].rpartition("/")
+    # Online, the trainer may be writing to the same run: "shared" lets several processes do so.
+    session = wandb.init(
+        project=config["wandb_project"],
+        name=config["name"],
+        group=group or None,
+        id=run.wandb_id(),
+        resume=None if online else "allow",
+        dir=os.fspath(run.path),
+        mode="shared" if online else "offline",
+        settings=wandb.Settings(
+            console="off",
+            x_disable_stats=True,
+            x_primary=not online,
+            x_label="eval",
+            x_update_finish_state=not online,
+        ),
+    )
+    session.define_metric("eval/step")
+    session.define_metric("eval/*", step_metric="eval/step")
+    for row in rows:
+        session.log({"eval/step": row["step"], **_scores(row)})
+    session.summary.update({f"best/{key}": value for key, value in highest.items()})
+    session.finish()
