@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -88,7 +90,16 @@ class _Worker:
 
 def _start_worker(job: Job, read: Any, tokens: Any) -> None:
     global _worker
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker = _Worker(job, read, tokens)
+
+
+def _end_with_parent() -> None:
+    """End this worker when the main process is killed; it would wait for work forever."""
+    parent = multiprocessing.parent_process()
+    if parent:
+        parent.join()
+        os._exit(1)
 
 
 def _prepare(unit_index: int) -> None:

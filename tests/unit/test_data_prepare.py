@@ -390,17 +390,35 @@ def test_processes_and_array_tasks_give_the_same_bytes(
 def test_killed_three_times_it_gives_the_same_bytes(
     raw: Path, model: Path, tmp_path: Path, uninterrupted: dict[str, str]
 ) -> None:
-    out = tmp_path / "out"
+    kill_and_finish(raw, model, tmp_path / "out", ["shard_tokens=10000", "held_out=0.05"], parts_between=4)
+    assert digests(tmp_path / "out" / "a_source") == uninterrupted
+
+
+@pytest.mark.slow
+def test_seventy_megabytes_killed_three_times_give_the_same_bytes(tmp_path: Path, model: Path) -> None:
+    """Real text: the sources of installed packages from the registry."""
+    site = Path(np.__file__).parents[1]
+    file = source_file(tmp_path, "text", f"{site}/[st]*/**/*.py")
+    options = ["shard_tokens=1000000", "held_out=0.01", "workers=2"]
+    kill_and_finish(file, model, tmp_path / "killed", options, parts_between=6)
+    plain = job(tmp_path, model, file, shard_tokens=1_000_000, held_out=0.01, root=tmp_path / "whole")
+    manifest = run(plain)
+    assert manifest["text_bytes"] > 50e6
+    assert digests(tmp_path / "killed" / "a_source") == digests(plain.directory)
+
+
+def kill_and_finish(source: Path, model: Path, out: Path, options: list[str], parts_between: int) -> None:
+    """Prepare with the command, killed three times after some more parts each, then to the end."""
     command = [
         sys.executable,
         "-m",
         "data_mixtures",
         "prepare",
-        f"source={raw}",
+        f"source={source}",
         f"root={out}",
         f"tokenizer={model}",
     ]
-    command += ["shard_tokens=10000", "held_out=0.05"]
+    command += options
     records = out / "a_source" / "work"
 
     def written() -> int:
@@ -409,16 +427,32 @@ def test_killed_three_times_it_gives_the_same_bytes(
     for _ in range(3):
         before = written()
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-            while written() < before + 4:
+            while written() < before + parts_between:
                 assert process.poll() is None, "it finished before it could be killed"
                 time.sleep(0.002)
             os.kill(process.pid, signal.SIGKILL)
         assert process.returncode == -signal.SIGKILL
     finished = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "tokens in" in finished.stdout
-    assert digests(out / "a_source") == uninterrupted
     again = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "complete; nothing to do" in again.stdout
+
+
+def test_workers_end_with_a_killed_main_process(raw: Path, model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "data_mixtures", "prepare", f"source={raw}", f"root={out}"]
+    command += [f"tokenizer={model}", "shard_tokens=1000", "workers=2"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while not list(out.glob("a_source/work/unit-*.json")):
+            assert process.poll() is None, "it finished before it could be killed"
+            time.sleep(0.002)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(process.pid, signal.SIGKILL)
+    assert len(children) >= 2
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{child}").exists() for child in children):
+        assert time.monotonic() < deadline, "workers live on without their main process"
+        time.sleep(0.01)
 
 
 def test_duplicates_are_found_across_a_restart(
