@@ -281,7 +281,7 @@ def test_masks_can_be_passed_in_and_order_does_not_leak():
     tokens = torch.randint(0, 32, (2, 10), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         logits = model(tokens, POSITIONS)
-        given = model(tokens, POSITIONS, model.get_boolean_masks(POSITIONS))
+        given = model(tokens, POSITIONS, model.get_attention_masks(POSITIONS))
         changed = tokens.clone()
         changed[1, 5:] = (changed[1, 5:] + 1) % 32  # the last document of row 1
         after = model(changed, POSITIONS)
