@@ -7,8 +7,11 @@ per lane.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 
+import numpy as np
 import torch
+from safetensors.torch import load_file
 
 from model.config import LaneformerConfig
 
@@ -117,3 +120,17 @@ def _check_names(expected: set[str], got: set[str], what: str) -> None:
     problems += [f"unexpected: {name}" for name in sorted(got - expected)]
     if problems:
         raise ValueError(f"{what} do not fit the configuration:\n" + "\n".join(f"- {p}" for p in problems))
+
+
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Tensors of an npz or safetensors file, by name. Names in an npz may carry the prefix `weights/`; if any
+    does, the others are not weights. Never unpickles. Raises ValueError for another kind of file."""
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    if path.suffix != ".npz":
+        raise ValueError(f"{path}: weights must be a .npz or .safetensors file")
+    with np.load(path, allow_pickle=False) as arrays:
+        prefixed = [name for name in arrays.files if name.startswith("weights/")]
+        return {
+            name.removeprefix("weights/"): torch.from_numpy(arrays[name]) for name in prefixed or arrays.files
+        }

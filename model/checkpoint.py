@@ -1,0 +1,75 @@
+"""Read a training checkpoint for inference: one process, no process group, nothing of the trainer.
+
+A checkpoint is a directory `step-N` that is usable by itself: `manifest.json` (written last, so a directory without
+it is incomplete), `model.json` (the architecture), `tokenizer.model`, and the files of torch's distributed
+checkpoint, whose `.metadata` is a pickle. Load only checkpoints that you or people you trust have written; weights
+from outside come in as safetensors (model/hf.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from model.config import LaneformerConfig
+from model.laneformer import Laneformer
+
+FORMAT, VERSION = "laneformer-checkpoint", 1
+
+
+class CheckpointError(ValueError):
+    """A directory that is no complete, undamaged checkpoint; the message names the file."""
+
+
+def check_files(directory: Path, hashes: bool = False) -> None:
+    """Compare sizes (and with `hashes` the SHA-256) of all files with the manifest. Raises CheckpointError."""
+    manifest_file = directory / "manifest.json"
+    if not manifest_file.exists():
+        raise CheckpointError(f"{directory} is not a complete checkpoint: it has no manifest.json")
+    manifest = json.loads(manifest_file.read_text(encoding="utf-8"))
+    found = (manifest.get("format"), manifest.get("version"))
+    if found != (FORMAT, VERSION):
+        raise CheckpointError(f"{manifest_file} has format {found}, this code reads {(FORMAT, VERSION)}")
+    for name, entry in manifest["files"].items():
+        file = directory / name
+        size = file.stat().st_size if file.exists() else None
+        if size != entry["bytes"]:
+            raise CheckpointError(f"{file} has {size} bytes, the manifest says {entry['bytes']}")
+        if hashes:
+            with file.open("rb") as stream:
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            if digest != entry["sha256"]:
+                raise CheckpointError(f"{file}: its SHA-256 differs from the manifest's")
+
+
+def load_checkpoint(
+    path: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> tuple[Laneformer, LaneformerConfig, Path]:
+    """The model of a checkpoint, in evaluation mode, its architecture, and the path of its tokenizer.
+
+    Weights are read in float32, as they were saved, and then cast to `dtype`. Raises CheckpointError.
+    """
+    directory = Path(path)
+    check_files(directory)
+    config = LaneformerConfig.from_dict(json.loads((directory / "model.json").read_text(encoding="utf-8")))
+    with torch.device("meta"):
+        model = Laneformer.Config.from_sizes(config).build()
+    model.to_empty(device="cpu")
+    model.rotary._init_self_buffers()
+    state = model.state_dict()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant
+        dcp.load(state, checkpoint_id=directory, no_dist=True)
+    model.load_state_dict(state)
+    if config.tie_word_embeddings:
+        model.tok_embeddings.weight = model.lm_head.weight
+    model.requires_grad_(False).eval()
+    rotary = model.rotary.table
+    model.to(device=device, dtype=dtype)
+    model.rotary.table = rotary.to(device)  # angles keep float32
+    return model, config, directory / "tokenizer.model"

@@ -1,0 +1,185 @@
+"""Decoding with a cache equals the full forward, for every variant; sampling, stops, end reasons."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from model.config import LaneformerConfig
+from model.decode import Decoder, Sampling, generate
+from model.laneformer import Laneformer, build_model
+
+BASE: dict[str, Any] = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 64,
+    "num_lanes": 4,
+    "broadcast_delay": 2,
+    "use_early_comm": False,
+    "use_attention_comm": True,
+    "use_mlp_comm": True,
+    "lm_head_type": "replicate",
+    "pre_norm_lane_agg": False,
+    "replicated_rmsn_scale": True,
+    "sliding_window": 6,
+    "swa_layers": [0, 1, 3],
+    "rope_theta": 10000.0,
+    "norm_eps": 1e-5,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as released": {},
+    "no delay": {"broadcast_delay": 0},
+    "delay of the depth": {"broadcast_delay": 5},
+    "early comm": {"use_early_comm": True},
+    "no attention comm": {"use_attention_comm": False},
+    "no mlp comm": {"use_mlp_comm": False},
+    "lane head": {"lm_head_type": "lane"},
+    "vocab parallel head": {"lm_head_type": "vocab_parallel"},
+    "lane norms": {"replicated_rmsn_scale": False},
+    "norm of the sum": {"pre_norm_lane_agg": True},
+    "tied": {"tie_word_embeddings": True},
+    "one lane": {"num_lanes": 1, "broadcast_delay": 0},
+    "window of one": {"sliding_window": 1},
+    "window beyond the context": {"sliding_window": 100},
+    "no windows": {"sliding_window": None, "swa_layers": []},
+    "all heads": {"num_key_value_heads": 8},
+}
+
+
+def model_of(variant: str) -> Laneformer:
+    config = LaneformerConfig.from_dict(BASE | VARIANTS[variant])
+    return build_model(config, dtype=torch.float64).requires_grad_(False).eval()
+
+
+def ids(count: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 48, (count,), generator=generator).tolist()
+
+
+def letters(tokens: list[int]) -> str:
+    return "".join(chr(ord("0") + token) for token in tokens)
+
+
+def full(model: Laneformer, tokens: list[int]) -> torch.Tensor:
+    """Logits (S, V) of a whole sequence, without a cache."""
+    return model(torch.tensor([tokens]))[0]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("prompt_length", [1, 5, 20])
+def test_cached_steps_equal_the_full_forward(variant: str, prompt_length: int) -> None:
+    model, tokens = model_of(variant), ids(40)
+    expected = full(model, tokens)
+    decoder = Decoder(model, [tokens[:prompt_length]], max_new_tokens=64)
+    got = [decoder.prefill()] + [decoder.advance(torch.tensor([[t]])) for t in tokens[prompt_length:]]
+    torch.testing.assert_close(torch.cat(got), expected[prompt_length - 1 :], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("variant", ["as released", "window of one", "vocab parallel head"])
+@pytest.mark.parametrize("chunk", [1, 4, 7, 30])
+def test_prefill_in_chunks_equals_prefill_at_once(variant: str, chunk: int) -> None:
+    model, tokens = model_of(variant), ids(30)
+    at_once, in_chunks = (Decoder(model, [tokens], max_new_tokens=8) for _ in range(2))
+    torch.testing.assert_close(in_chunks.prefill(chunk), at_once.prefill(), rtol=0, atol=1e-9)
+    step = torch.tensor([[3]])
+    torch.testing.assert_close(in_chunks.advance(step), at_once.advance(step), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("variant", ["as released", "window of one", "lane head"])
+def test_rows_of_different_lengths_do_not_disturb_each_other(variant: str) -> None:
+    model = model_of(variant)
+    prompts = [ids(3, 1), ids(17, 2), ids(9, 3), ids(1, 4)]
+    together, _ = generate(model, prompts, letters, max_new_tokens=20)
+    for prompt, row in zip(prompts, together, strict=True):
+        (alone,), _ = generate(model, [prompt], letters, max_new_tokens=20)
+        assert row == alone
+
+
+def test_float32_stays_within_1e_5() -> None:
+    config = LaneformerConfig.from_dict(BASE)
+    model, tokens = build_model(config).requires_grad_(False), ids(64)
+    decoder = Decoder(model, [tokens[:10]], max_new_tokens=54)
+    got = [decoder.prefill(4)] + [decoder.advance(torch.tensor([[t]])) for t in tokens[10:]]
+    torch.testing.assert_close(torch.cat(got), full(model, tokens)[9:], rtol=0, atol=1e-5)
+
+
+def test_greedy_text_is_what_the_full_forward_gives() -> None:
+    model, tokens = model_of("as released"), ids(4)
+    (result,), timing = generate(model, [tokens], letters, max_new_tokens=30)
+    for _ in range(30):
+        tokens.append(int(full(model, tokens)[-1].argmax()))
+    assert result.tokens == tokens[4:]
+    assert (result.end_reason, result.prompt_tokens, result.text) == ("length", 4, letters(tokens[4:]))
+    assert timing.seconds_to_first_token > 0
+
+
+def test_a_window_layer_keeps_no_more_than_its_window() -> None:
+    decoder = Decoder(model_of("as released"), [ids(10)], max_new_tokens=30)
+    assert [layer.slots for layer in decoder.cache.layers] == [6, 6, 40, 6, 40]
+    assert decoder.cache.bytes() == 2 * 4 * 4 * (3 * 6 + 2 * 40) * 8  # K and V, heads, width, slots, float64
+
+
+def test_end_reasons() -> None:
+    model, prompt = model_of("as released"), ids(6)
+    (free,), _ = generate(model, [prompt], letters, max_new_tokens=20)
+    third = free.tokens[2]
+    at = free.tokens.index(third)
+    (ended,), _ = generate(model, [prompt], letters, max_new_tokens=20, eos_id=third)
+    assert (ended.end_reason, ended.tokens, ended.text) == (
+        "eos",
+        free.tokens[: at + 1],
+        letters(free.tokens[:at]),
+    )
+    stop = letters(free.tokens[2:4])
+    cut = free.text.index(stop)
+    (stopped,), _ = generate(model, [prompt], letters, max_new_tokens=20, stops=["~", stop])
+    assert (stopped.end_reason, stopped.text) == ("stop", free.text[:cut])
+    (filled,), _ = generate(model, [ids(60)], letters, max_new_tokens=20)
+    assert (filled.end_reason, len(filled.tokens)) == ("context", 5)  # the last one is never read
+
+
+def test_sampling_is_seeded_and_top_p_cuts_the_tail() -> None:
+    model, prompt = model_of("as released"), ids(6)
+
+    def text(**options: Any) -> str:
+        return generate(model, [prompt], letters, max_new_tokens=40, sampling=Sampling(**options))[0][0].text
+
+    assert text(temperature=1.0, seed=1) == text(temperature=1.0, seed=1)
+    assert text(temperature=1.0, seed=1) != text(temperature=1.0, seed=2)
+    assert text(temperature=1.0, top_p=1e-9, seed=3) == text()  # only the likeliest token is left
+
+
+def test_sampled_frequencies_follow_the_probabilities() -> None:
+    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    logits_BV = probabilities.log().expand(20_000, -1)
+    generator = torch.Generator().manual_seed(0)
+    drawn = Sampling(temperature=1.0, top_p=0.75).draw(logits_BV, generator).bincount(minlength=4) / 20_000
+    torch.testing.assert_close(drawn, torch.tensor([0.625, 0.375, 0.0, 0.0]), rtol=0, atol=0.015)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompts": [[]]}, "at least one token"),
+        ({"prompts": [ids(65)]}, "65 tokens exceeds max_position_embeddings 64"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], message: str) -> None:
+    given = {"prompts": [[1]], "max_new_tokens": 4} | options
+    with pytest.raises(ValueError, match=message):
+        generate(model_of("as released"), decode=letters, **given)
+
+
+def test_sampling_settings_are_checked() -> None:
+    with pytest.raises(ValueError, match="temperature=-1"):
+        Sampling(temperature=-1)
+    with pytest.raises(ValueError, match=r"top_p=0\.0"):
+        Sampling(top_p=0.0)
