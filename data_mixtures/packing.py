@@ -35,7 +35,7 @@ def pack_split(directory: Path, seq_len: int) -> dict[str, Any]:
     Deterministic. `padded` and `cut` are shares: of all token places, and of all documents.
     """
     stream = TokenStream(directory)
-    starts, lengths, sizes = [], [], []
+    starts, lengths, sizes = [], [], [np.empty(0, np.int64)]
     cut = 0
     for k in range(stream.num_shards):
         offsets = stream.document_offsets(k).astype(np.int64)
@@ -49,11 +49,12 @@ def pack_split(directory: Path, seq_len: int) -> dict[str, Any]:
     bounds = np.concatenate([[0], np.cumsum(sizes_P)])
     content = np.concatenate([bounds, *starts, *lengths]).astype("<u8")
     written = write_atomically(_path(directory, seq_len, "bin"), [content.tobytes()])
+    places = len(sizes_P) * seq_len
     packed = {
         "seq_len": seq_len,
         "items": len(sizes_P),
         "pieces": int(bounds[-1]),
-        "padded": 1 - stream.tokens / max(1, len(sizes_P) * seq_len),
+        "padded": (places - stream.tokens) / max(1, places),
         "cut": cut / max(1, stream.documents),
         "manifest_sha256": manifest_sha256(stream.manifest),
         **written,
@@ -94,7 +95,8 @@ def best_fit(lengths_N: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarr
 def read_packing(directory: Path, seq_len: int, of_manifest: str) -> dict[str, Any]:
     """What `pack_split` recorded. Raises ShardError when it is missing or was made for other shards."""
     path = _path(directory, seq_len, "json")
-    fix = f"run `python -m data_mixtures pack split={directory} seq_len={seq_len}`"
+    source = directory.parent
+    fix = f"run `python -m data_mixtures pack root={source.parent} source={source.name} seq_len={seq_len}`"
     if not path.exists():
         raise ShardError(f"{directory} is not packed for sequences of {seq_len} tokens; {fix}")
     packed = read_json(path)

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from data_mixtures.packing import PackFile, best_fit, pack_split
 from data_mixtures.sequences import source_items
 from data_mixtures.shards import ShardError
-from data_mixtures.token_stream import TokenStream
 from tests.unit.data_fixtures import random_documents, write_source
 
 
@@ -48,7 +47,7 @@ def test_packs_cover_the_documents_and_report_padding_and_cuts(tmp_path: Path) -
 def test_a_packing_belongs_to_its_shards_and_length(tmp_path: Path) -> None:
     directory = write_source(tmp_path, "a", random_documents(10, 0))
     with pytest.raises(
-        ShardError, match=r"not packed for sequences of 32 tokens; run .* pack split=.* seq_len=32"
+        ShardError, match=r"not packed for sequences of 32 tokens; run .* pack root=.* source=a seq_len=32"
     ):
         source_items(directory, 32, "best_fit")
     packed = pack_split(directory, 32)
@@ -63,7 +62,7 @@ def test_a_packing_belongs_to_its_shards_and_length(tmp_path: Path) -> None:
         PackFile(directory, 32, packed["items"])
 
 
-def test_an_empty_shard_packs_to_nothing(tmp_path: Path) -> None:
-    directory = write_source(tmp_path, "a", [[1, 2]])
-    assert pack_split(directory, 4)["items"] == 1
-    assert TokenStream(directory).tokens == 2
+def test_a_split_without_documents_packs_to_nothing(tmp_path: Path) -> None:
+    packed = pack_split(write_source(tmp_path, "a", []), 4)
+    assert (packed["items"], packed["pieces"], packed["padded"], packed["cut"]) == (0, 0, 0, 0)
+    assert source_items(tmp_path / "a" / "train", 4, "best_fit")[0] == 0
