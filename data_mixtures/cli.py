@@ -60,6 +60,7 @@ def main(argv: list[str]) -> int:
 
 def _parse(name: str, verb: Verb, arguments: list[str]) -> tuple[dict[str, str], set[str]]:
     values = {key: spec.default for key, spec in verb.keys.items()}
+    required = [key for key, spec in verb.keys.items() if spec.default is None]
     switches: set[str] = set()
     for argument in arguments:
         key, equals, value = argument.partition("=")
@@ -67,6 +68,10 @@ def _parse(name: str, verb: Verb, arguments: list[str]) -> tuple[dict[str, str],
             switches.add(argument)
         elif equals and key in verb.keys:
             values[key] = value
+        elif (
+            not equals and not argument.startswith("-") and len(required) == 1 and values[required[0]] is None
+        ):
+            values[required[0]] = argument  # `audit runs/x` for `audit run=runs/x`
         else:
             known = ", ".join([f"{key}=" for key in verb.keys] + list(verb.switches)) or "no arguments"
             raise UsageError(f"unknown argument {argument!r}; {name} takes {known}")
