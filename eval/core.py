@@ -92,9 +92,9 @@ class CoreSuite:
 
 
 def core_suite(name: str, data: Path | None, **options: Any) -> CoreSuite:
-    """The suite "core" over a data folder, or "builtin"."""
+    """The suite "core" over a data folder, or "builtin", which is small and so always scored whole."""
     if name == "builtin":
-        return CoreSuite(name, BUILTIN, BUILTIN_FOLDER, **options)
+        return CoreSuite(name, BUILTIN, BUILTIN_FOLDER, **options | {"limit": None, "only": ()})
     if data is None:
         raise ValueError(
             "suite=core needs data=FOLDER with the task files; `python -m eval fetch core` gets them"

@@ -99,6 +99,7 @@ def _to_wandb(
         mode="shared" if online else "offline",
         settings=wandb.Settings(
             console="off",
+            silent=True,
             x_disable_stats=True,
             x_primary=not online,
             x_label="eval",
