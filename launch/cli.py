@@ -3,23 +3,115 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import cast, get_args
 
-from launch.smoke import smoke
+from launch.attempts import Signal
+from launch.job import begin, end
+from launch.submit import PHASES, prepare, submit, successor
+from train.config import ConfigError
+from train.run_dir import RunDir
 
-USAGE = """usage: python -m launch smoke [--resume]
+USAGE = """usage: python -m launch VERB …
 
-  smoke       the whole pipeline, small, on this machine's CPU: data, phase 1, phase 2, SFT, samples, report.
-              Starts anew in runs/smoke; prepared data in data/smoke is kept.
-    --resume  go on where an earlier smoke run was cut off
+  smoke [--resume]
+      The whole pipeline, small, on this machine's CPU: data, phase 1, phase 2, SFT, samples, report.
+      Starts anew in runs/smoke; prepared data in data/smoke is kept. --resume goes on where it was cut off.
+
+  submit [key=value …] PHASE [key=value …] [PHASE …] [--dry-run] [--test-only] [--SBATCH-OPTION=VALUE …]
+      Check each phase's configuration, write its run directory, freeze the code there, and submit
+      launch/PHASE.slurm; a phase waits until the one before it has ended well. Words before the first phase go
+      to all, words after a phase to that one. Other switches go to sbatch unchanged.
+      Phases: {phases}.
+        --dry-run     print the commands; write nothing, submit nothing
+        --test-only   let Slurm check the commands; submit nothing
+
+  inside a job (launch/lib.sh): prepare key=value …, begin run=, end run= attempt= status= signal= problem=,
+      successor run= nodes=
 """
 
 
 def main(arguments: list[str]) -> int:
-    if "--help" in arguments:
-        print(USAGE)
-        return 0
-    verb, switches = arguments[0] if arguments else "", set(arguments[1:])
-    if verb != "smoke" or switches - {"--resume"}:
-        print(f"error: not understood: {' '.join(arguments) or 'nothing given'}\n\n{USAGE}", file=sys.stderr)
+    if "--help" in arguments or not arguments:
+        print(usage(), file=sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else 2
+    verb, *rest = arguments
+    words = [word for word in rest if not word.startswith("--")]
+    switches = [word for word in rest if word.startswith("--")]
+    try:
+        if verb not in VERBS:
+            raise ConfigError([f"{verb!r} is not a verb: {', '.join(VERBS)}"])
+        return VERBS[verb](words, switches)
+    except ConfigError as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
         return 2
-    return smoke(resume="--resume" in switches)
+
+
+def usage() -> str:
+    return USAGE.format(phases=", ".join(PHASES))
+
+
+def only(switches: list[str], known: set[str]) -> set[str]:
+    """The switches, refused where one is not known."""
+    unknown = [s for s in switches if s not in known]
+    if unknown:
+        raise ConfigError([f"{s} is not a switch here; see --help" for s in unknown])
+    return set(switches)
+
+
+def values(words: list[str], *keys: str) -> dict[str, str]:
+    """`key=value` words as a dictionary, all keys given."""
+    found = dict(word.split("=", 1) for word in words if "=" in word)
+    if set(found) != set(keys) or len(found) != len(words):
+        raise ConfigError(
+            [f"give {' '.join(f'{key}=…' for key in keys)}, got: {' '.join(words) or 'nothing'}"]
+        )
+    return found
+
+
+def run_smoke(words: list[str], switches: list[str]) -> int:
+    from launch.smoke import smoke  # draws pictures: its imports take a second
+
+    values(words)
+    return smoke(resume="--resume" in only(switches, {"--resume"}))
+
+
+def run_submit(words: list[str], switches: list[str]) -> int:
+    ours = {"--dry-run", "--test-only"}
+    options = [s for s in switches if s not in ours]
+    return submit(words, options, dry_run="--dry-run" in switches, test_only="--test-only" in switches)
+
+
+def run_prepare(words: list[str], switches: list[str]) -> int:
+    only(switches, set())
+    print(prepare(words).path)
+    return 0
+
+
+def run_begin(words: list[str], switches: list[str]) -> int:
+    only(switches, set())
+    return begin(RunDir(values(words, "run")["run"]))
+
+
+def run_end(words: list[str], switches: list[str]) -> int:
+    only(switches, set())
+    given = values(words, "run", "attempt", "status", "signal", "problem")
+    signal = cast("Signal", given["signal"]) if given["signal"] in get_args(Signal) else None
+    return end(RunDir(given["run"]), int(given["attempt"]), int(given["status"]), signal, given["problem"])
+
+
+def run_successor(words: list[str], switches: list[str]) -> int:
+    only(switches, set())
+    given = values(words, "run", "nodes")
+    return successor(RunDir(given["run"]), given["nodes"])
+
+
+VERBS: dict[str, Callable[[list[str], list[str]], int]] = {
+    "smoke": run_smoke,
+    "submit": run_submit,
+    "prepare": run_prepare,
+    "begin": run_begin,
+    "end": run_end,
+    "successor": run_successor,
+}

@@ -33,13 +33,15 @@ from train.config import (
 from train.run_dir import RunDir, write_atomic
 
 ROOT = Path(__file__).resolve().parent.parent
-USAGE = """usage: python -m train experiment=NAME [key=value …] [--dry-run]
+USAGE = """usage: python -m train experiment=NAME [key=value …] [--dry-run | --prepare]
        python -m train resolved=runs/NAME/resolved.yaml attempt=N   (one rank; started by torchrun or srun)
+       python -m train resolved=runs/NAME/resolved.yaml attempt=N --check   (whether it could start now)
 
 Composes configs/train.yaml with the named experiment and the overrides, in Hydra's syntax, and trains.
 The same command again resumes the run; a run with a DONE file does nothing.
 
   --dry-run   print the resolved configuration, sizes, steps, days and checkpoint bytes; build nothing
+  --prepare   write the run directory, print its path and stop; train.init_from may not exist yet
   --help      this text
 
 experiments: {experiments}
@@ -55,17 +57,24 @@ def main(arguments: list[str]) -> int:
         if "--help" in switches:
             print(usage())
             return 0
-        unknown = switches - {"--dry-run"}
+        unknown = switches - {"--dry-run", "--prepare", "--check"}
         if unknown:
             raise ConfigError([f"{switch} is not a switch; see --help" for switch in sorted(unknown)])
         bare = [a for a in overrides if "=" not in a and not a.startswith("~")]
         if bare:
             raise ConfigError([f"{word!r} is not of the form key=value; see --help" for word in bare])
         if any(word.startswith("resolved=") for word in overrides):
-            return run_rank(**rank_arguments(overrides))
+            rank = rank_arguments(overrides)
+            if "--check" in switches:
+                initial_checkpoint(load_resolved(rank["resolved"]))
+                return 0
+            return run_rank(**rank)
         config = compose(overrides)
         if "--dry-run" in switches:
             print(dry_run(config))
+            return 0
+        if "--prepare" in switches:
+            print(prepare(config, later=True).path)
             return 0
         run = prepare(config)
         if run.done:
@@ -133,8 +142,11 @@ def kept_checkpoints(config: RunConfig) -> int:
     return config.checkpoint.keep_latest + 2 + (config.steps // every if every else 0)
 
 
-def prepare(config: RunConfig) -> RunDir:
-    """Check everything that can be checked without building, and write the run directory. Idempotent."""
+def prepare(config: RunConfig, *, later: bool = False) -> RunDir:
+    """Check everything that can be checked without building, and write the run directory. Idempotent.
+
+    `later` says that the run starts another time: the run that train.init_from names may be unfinished still.
+    """
     run = RunDir(Path(config.runs) / config.name)
     tokenizer = Path(config.data.root) / "tokenizer.model"
     if not tokenizer.exists():
@@ -160,7 +172,8 @@ def prepare(config: RunConfig) -> RunDir:
                 + ["a run's configuration does not change: give the new one its own name="]
             )
     if not run.done:
-        initial_checkpoint(config)
+        if not later:
+            initial_checkpoint(config)
         run.path.mkdir(parents=True, exist_ok=True)
         try:
             record_plan(mixture, run.plan)

@@ -1,0 +1,98 @@
+"""Submission without Slurm: words, commands, frozen code."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from launch.cli import main
+from launch.submit import ROOT, freeze, read_phases, with_experiment
+from train.config import ConfigError
+from train.run_dir import RunDir
+
+
+def test_words_before_the_first_phase_go_to_all_and_words_after_it_to_that_one() -> None:
+    phases = read_phases(
+        ["runs=x", "phase1", "optim.lr=1", "~data.weights", "phase2", "experiment=smoke_phase2"]
+    )
+    assert [(p.name, p.words) for p in phases] == [
+        ("phase1", ("experiment=phase1", "runs=x", "optim.lr=1", "~data.weights")),
+        ("phase2", ("experiment=smoke_phase2", "runs=x")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "name at least one phase"),
+        (["phase9"], "'phase9' is neither"),
+        (["runs=x"], "at least one phase"),
+    ],
+)
+def test_what_is_not_understood(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_phases(words)
+
+
+def test_the_last_experiment_replaces_the_phases_own() -> None:
+    words = with_experiment("phase2", ["a=1", "experiment=x", "experiment=y"])
+    assert words == ["experiment=y", "a=1"]
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> list[list[str]]:
+    """The commands that a dry run prints, split as a shell would."""
+    assert main(["submit", *words, "--dry-run"]) == 0
+    return [shlex.split(line.split(": ", 1)[1]) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_overrides_reach_sbatch_as_they_were_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    awkward = ["~data.weights", "+data.weights={prose: 0.7, code: 0.3}", "data.root='/tmp/with space'"]
+    [command] = dry_run(capsys, "phase1", "experiment=smoke_phase1", "name=a", *awkward)
+    assert command[-5:] == ["experiment=smoke_phase1", "name=a", *awkward]
+    assert command[-6] == str(ROOT / "launch" / "phase1.slurm")
+
+
+def test_the_machine_of_the_configuration_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    [command] = dry_run(capsys, "phase2", "cluster.nodes=12", "--partition=gpu", "--time=1:00:00")
+    for option in ("--nodes=12", "--ntasks-per-node=8", "--cpus-per-task=12", "--gpus-per-node=8"):
+        assert option in command
+    script = command.index(str(ROOT / "launch" / "phase2.slurm"))
+    assert command.index("--partition=gpu") < script
+    assert command.index("--time=1:00:00") < script
+    assert f"--comment={ROOT / 'runs' / 'phase2'}" in command
+
+
+def test_a_chain_waits_for_a_good_end(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second, third = dry_run(capsys, "phase1", "phase2", "sft")
+    assert not any("dependency" in word for word in first)
+    assert "--dependency=afterok:<phase1's job>" in second
+    assert "--dependency=afterok:<phase2's job>" in third
+
+
+def test_wrong_configurations_are_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["submit", f"runs={tmp_path}/runs", "phase1", "phase2", "optim.lrr=1"]) == 2
+    assert "optim.lrr is not a key" in capsys.readouterr().err
+    assert main(["submit", "phase2", "phase1", "--dry-run"]) == 2
+    assert "phase2: train.init_from=phase1 is not submitted before it" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_frozen_code_is_replaced_only_where_it_differs(tmp_path: Path) -> None:
+    root, run = tmp_path / "root", RunDir(tmp_path / "runs" / "a")
+    (root / "train" / "__pycache__").mkdir(parents=True)
+    (root / "train" / "__pycache__" / "x.pyc").touch()
+    (root / "train" / "a.py").write_text("one")
+    (root / "notes.txt").write_text("not code")
+    first = freeze(root, run)
+    frozen = run.code / "tree"
+    assert [str(f.relative_to(frozen)) for f in sorted(frozen.rglob("*")) if f.is_file()] == ["train/a.py"]
+    inode = (frozen / "train" / "a.py").stat().st_ino
+    assert freeze(root, run) == first
+    assert (frozen / "train" / "a.py").stat().st_ino == inode
+    (root / "train" / "a.py").write_text("two")
+    assert freeze(root, run) != first
+    assert (frozen / "train" / "a.py").read_text() == "two"
