@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import cast, get_args
 
 from launch.attempts import Signal
@@ -25,6 +26,10 @@ USAGE = """usage: python -m launch VERB …
       Phases: {phases}.
         --dry-run     print the commands; write nothing, submit nothing
         --test-only   let Slurm check the commands; submit nothing
+
+  status [runs=runs] [NAME …]
+      One table of runs: state, attempts, step, tokens, speed, time left, goodput, last checkpoint, scores; below it
+      why a run was given up or waits.
 
   inside a job (launch/lib.sh): prepare key=value …, begin run=, end run= attempt= status= signal= problem=,
       successor run= nodes=
@@ -83,6 +88,16 @@ def run_submit(words: list[str], switches: list[str]) -> int:
     return submit(words, options, dry_run="--dry-run" in switches, test_only="--test-only" in switches)
 
 
+def run_status(words: list[str], switches: list[str]) -> int:
+    from launch.status import status
+
+    only(switches, set())
+    keys = dict(word.split("=", 1) for word in words if "=" in word)
+    if set(keys) - {"runs"}:
+        raise ConfigError([f"status takes runs=FOLDER and names of runs, got: {' '.join(words)}"])
+    return status(Path(keys.get("runs", "runs")), [word for word in words if "=" not in word])
+
+
 def run_prepare(words: list[str], switches: list[str]) -> int:
     only(switches, set())
     print(prepare(words).path)
@@ -110,6 +125,7 @@ def run_successor(words: list[str], switches: list[str]) -> int:
 VERBS: dict[str, Callable[[list[str], list[str]], int]] = {
     "smoke": run_smoke,
     "submit": run_submit,
+    "status": run_status,
     "prepare": run_prepare,
     "begin": run_begin,
     "end": run_end,

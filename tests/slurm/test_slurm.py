@@ -101,6 +101,8 @@ def test_a_configuration_that_cannot_run_ends_without_a_requeue(site: Site) -> N
     last = list(read_lines(site.run_dir("unready").attempts))[-1]
     assert last["event"] == "gave_up"
     assert "train.init_from=never" in last["reason"]
+    told = site.launch("status", f"runs={site.runs}", "unready")
+    assert "unready: given up: exit 2: the configuration cannot run" in told
 
 
 def test_three_attempts_without_progress_end_without_a_requeue(site: Site) -> None:
