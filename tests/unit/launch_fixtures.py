@@ -18,16 +18,8 @@ def write_run(folder: Path, *, name: str = "a", steps: int = 100, logged: int = 
 
     Steps take 2 s, the first began 20 s after the attempt; the checkpoint is of step 30.
     """
-    config = compose(
-        [
-            "experiment=smoke_phase1",
-            f"name={name}",
-            f"runs={folder}",
-            f"data.tokens={steps * 4096}",
-            "optim.warmup_tokens=0",
-            "cluster.ranks_per_node=2",
-        ]
-    )
+    words = ["experiment=smoke_phase1", f"name={name}", f"runs={folder}", f"data.tokens={steps * 4096}"]
+    config = compose([*words, "optim.warmup_tokens=0", "cluster.ranks_per_node=2"])
     run = RunDir(folder / name)
     write_atomic(run.resolved, dump_yaml(config))
     start_attempt(run, 1, BEGUN)
