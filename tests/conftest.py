@@ -10,7 +10,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from train.device import prepare_torchtitan  # noqa: E402 - after the thread count is set
+from train.device import prepare_torchtitan
 
 prepare_torchtitan("cpu")  # before a test imports anything of torchtitan
 
