@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from eval.adapter import Scorer, load_scorer
 from eval.aggregate import VERSIONS, baseline, centred, mean_centred
 from eval.core_prompts import RULES, Prompt, RulesName
@@ -128,7 +130,9 @@ def _selected(data: TaskData, suite: CoreSuite) -> list[int]:
 def score_share(suite: CoreSuite, job: Job, rank: int) -> None:
     """Score every `processes`-th missing item of every task, from the `rank`-th on."""
     device = job.device
-    if device == "cuda" and job.processes > 1:
+    if job.processes > 1 and device == "cpu":
+        torch.set_num_threads(max(1, torch.get_num_threads() // job.processes))
+    elif job.processes > 1:
         device = f"cuda:{rank}"
     scorer = load_scorer(
         job.checkpoint,
@@ -181,7 +185,8 @@ def _prompt_hash(prompt: Prompt) -> str:
 
 
 def _score_in_processes(suite: CoreSuite, job: Job) -> None:
-    context = multiprocessing.get_context("spawn")  # CUDA and threads do not survive a fork
+    # CUDA does not survive a fork; on the CPU nothing has been computed yet, and a fork saves importing torch.
+    context: Any = multiprocessing.get_context("fork" if job.device == "cpu" else "spawn")
     workers = [context.Process(target=score_share, args=(suite, job, r)) for r in range(job.processes)]
     for worker in workers:
         worker.start()

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 
 from data_mixtures.tokenizer import Tokenizer, train_tokenizer
 from eval.adapter import Score
 from eval.core_prompts import Span
 from eval.core_tasks import Item, Kind, Task, TaskData
+from eval.results import sha256_file
 from model.config import LaneformerConfig
 from model.laneformer import Laneformer, build_model
 
@@ -172,4 +174,20 @@ def fake_checkpoint(run: Path, step: int) -> Path:
     folder = run / "checkpoints" / f"step-{step}"
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text(json.dumps({"format": "laneformer-checkpoint", "step": step}))
+    return folder
+
+
+def write_checkpoint(run: Path, step: int, tokenizer: Tokenizer, longest: int = 128) -> Path:
+    """A complete checkpoint of `small_model` in the format of a training run."""
+    model = small_model(longest)
+    folder = run / "checkpoints" / f"step-{step}"
+    folder.mkdir(parents=True)
+    dcp.save(model.state_dict(), checkpoint_id=folder, no_dist=True)
+    (folder / "model.json").write_text(json.dumps(model.sizes.to_dict()))
+    (folder / "tokenizer.model").write_bytes(tokenizer.path.read_bytes())
+    files = {
+        file.name: {"bytes": file.stat().st_size, "sha256": sha256_file(file)} for file in folder.iterdir()
+    }
+    manifest = {"format": "laneformer-checkpoint", "version": 1, "step": step, "files": files}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
