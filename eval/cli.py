@@ -165,6 +165,15 @@ def _aggregate(values: Values, switches: set[str]) -> int:
     return 0
 
 
+def _fetch(values: Values, _: set[str]) -> int:
+    from eval.fetch import fetch_core
+
+    if values["what"] != "core":
+        raise ValueError(f"what={values['what']}: only core can be fetched")
+    return 1 if fetch_core(values["source"], Path(values["data"]), _say) else 0
+
+
+SOURCE = "https://raw.githubusercontent.com/mosaicml/llm-foundry/v0.9.0/scripts/eval/local_data"
 SCORE = "score"
 FOLLOW = "--follow"
 TRUST = "--trust-remote-code"
@@ -199,5 +208,15 @@ VERBS = {
         {"scores": Key(None, "the file")},
         {"--json": "print JSON"},
         positional=("scores",),
+    ),
+    "fetch": Verb(
+        "bring the CORE task files into a folder, checked by their SHA-256",
+        _fetch,
+        {
+            "what": Key("core", "core"),
+            "data": Key("data/core", "the folder"),
+            "source": Key(SOURCE, "a URL (https:// or file://) with llm-foundry's layout, or flat"),
+        },
+        positional=("what",),
     ),
 }
