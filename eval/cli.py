@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from eval.suite import Key, Suite
@@ -165,6 +165,17 @@ def _aggregate(values: Values, switches: set[str]) -> int:
     return 0
 
 
+def _compare(values: Values, switches: set[str]) -> int:
+    from eval.compare import compare, table
+
+    rows = compare(Path(values["a"]), Path(values["b"]), number("seed", values["seed"]))
+    if "--json" in switches:
+        print(json.dumps([asdict(row) | {"difference": row.difference} for row in rows], indent=1))
+    else:
+        print(table(rows))
+    return 0
+
+
 def _fetch(values: Values, _: set[str]) -> int:
     from eval.fetch import fetch_core
 
@@ -218,5 +229,16 @@ VERBS = {
             "source": Key(SOURCE, "a URL (https:// or file://) with llm-foundry's layout, or flat"),
         },
         positional=("what",),
+    ),
+    "compare": Verb(
+        "the difference between two checkpoints, with paired bootstrap intervals",
+        _compare,
+        {
+            "a": Key(None, "an evals/step-N.json, or a run directory for its last scored step"),
+            "b": Key(None, "the same"),
+            "seed": Key("0", "of the resampling"),
+        },
+        {"--json": "print JSON"},
+        positional=("a", "b"),
     ),
 }
