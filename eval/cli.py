@@ -19,13 +19,15 @@ Values = dict[str, str]
 
 @dataclass(frozen=True)
 class Verb:
-    """One command. `positional` names the keys that bare words fill, in order."""
+    """One command. `positional` names the keys that bare words fill, in order; with `several`, what is left
+    over is added to the last, after commas."""
 
     help: str
     run: Callable[[Values, set[str]], int]
     keys: dict[str, Key] = field(default_factory=dict)
     switches: dict[str, str] = field(default_factory=dict)
     positional: tuple[str, ...] = ()
+    several: bool = False
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,6 +59,8 @@ def _parse(name: str, verb: Verb, words: list[str]) -> tuple[Values, set[str]]:
             given[key] = value
         elif bare and not word.startswith("-") and not equals:
             given[bare.pop(0)] = word
+        elif verb.several and not word.startswith("-") and not equals:
+            given[verb.positional[-1]] += f",{word}"
         else:
             known = ", ".join([*(f"{key}=" for key in verb.keys), *verb.switches])
             raise ValueError(f"unknown argument {word!r}; {name} takes {known}")
@@ -165,6 +169,14 @@ def _aggregate(values: Values, switches: set[str]) -> int:
     return 0
 
 
+def _report(values: Values, _: set[str]) -> int:
+    from eval.report import write_report
+
+    runs = [Path(run) for run in values["run"].split(",") if run]
+    _say(f"report: {write_report(runs, Path(values['out']) if values['out'] else None)} (and .md beside it)")
+    return 0
+
+
 def _compare(values: Values, switches: set[str]) -> int:
     from eval.compare import compare, table
 
@@ -240,5 +252,15 @@ VERBS = {
         },
         {"--json": "print JSON"},
         positional=("a", "b"),
+    ),
+    "report": Verb(
+        "scores over training as HTML in one file, and as markdown",
+        _report,
+        {
+            "run": Key(None, "the run directory, or several that continue one another, in order"),
+            "out": Key("", "folder of the report; default: the last run's evals"),
+        },
+        positional=("run",),
+        several=True,
     ),
 }
