@@ -29,6 +29,7 @@ MAY_USE_TORCHTITAN = {
     "train/titan.py",
     "train/trainer.py",
     "train/validate.py",
+    "train/watchdog.py",
 }
 NO_TORCH = {
     "model/config.py",

@@ -6,6 +6,10 @@ the directory to `step-N`. That is the commit: a crash before it leaves a tempor
 attempt removes, a crash after it leaves a whole checkpoint. The manifest lists size and SHA-256 of each file;
 loading verifies them (each rank its share), sets a damaged directory aside as `step-N.damaged`, and goes on
 with the one before.
+
+A save that fails (disk full, read-only, a lost mount) leaves the checkpoints before it as they are. Training
+goes on to the next save; it ends after `max_failed_saves` failures in a row, or when the failed one was the
+last step's or came with a request to stop.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +26,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
@@ -28,7 +34,7 @@ from torch.futures import Future
 from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
 from torchtitan.tools.logging import logger
 
-from train.run_dir import complete_checkpoints, sync_directory, write_atomic
+from train.run_dir import append_line, complete_checkpoints, sync_directory, write_atomic
 
 FORMAT = "laneformer-checkpoint"
 VERSION = 1
@@ -95,12 +101,23 @@ def damage(directory: Path, rank: int = 0, world_size: int = 1) -> list[str]:
     return problems
 
 
+class SaveError(RuntimeError):
+    """A checkpoint that had to be written could not be."""
+
+
+def first_cause(error: CheckpointException) -> str:
+    """What went wrong on the first rank that failed, in one line."""
+    rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+    return f"rank {rank}: {type(cause).__name__}: {' '.join(str(cause).split())}"
+
+
 class RunCheckpointer(CheckpointManager):
     """TorchTitan's checkpoint manager over `AtomicWriter`, with verification and milestones."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
         milestone_every_steps: int = 0
+        max_failed_saves: int = 3
         attachments: dict[str, str] = dataclasses.field(default_factory=dict)
 
         def __post_init__(self) -> None:
@@ -113,6 +130,9 @@ class RunCheckpointer(CheckpointManager):
     def __init__(self, config: Config, **kwargs: Any):
         super().__init__(config, **kwargs)
         self.milestone_every_steps = config.milestone_every_steps
+        self.max_failed_saves = config.max_failed_saves
+        self.failed_saves = 0  # in a row
+        self.saving_step = 0  # of the asynchronous save in flight
         self.attachments = {name: Path(source) for name, source in config.attachments.items()}
         if dist.get_rank() == 0:
             for leftover in Path(self.folder).glob(".step-*.tmp"):
@@ -136,18 +156,65 @@ class RunCheckpointer(CheckpointManager):
             return dcp.save(state_dict, storage_writer=writer)
         return dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg)
 
+    def save(self, curr_step: int, last_step: bool = False) -> bool:
+        """Save where the interval or the end asks for it; whether it did. Raises SaveError as the module says."""
+        try:
+            saved = super().save(curr_step, last_step)
+        except CheckpointException as error:
+            if last_step:
+                raise SaveError(f"the last step, {curr_step}, was not saved: {first_cause(error)}") from error
+            self._note_failed_save(curr_step, error)
+            return True
+        if saved:
+            self.saving_step = curr_step
+            if self.save_future is None:
+                self.failed_saves = 0
+        return saved
+
+    def maybe_wait_for_saving(self) -> None:
+        """Wait until the last asynchronous save is complete. Raises SaveError as the module says."""
+        if self.save_future is None:
+            return
+        try:
+            super().maybe_wait_for_saving()
+            self.failed_saves = 0
+        except CheckpointException as error:
+            self.save_future = None
+            self._note_failed_save(self.saving_step, error)
+
+    def _note_failed_save(self, step: int, error: CheckpointException) -> None:
+        """Tell of it and clean up; every rank gets here with the same error."""
+        self.failed_saves += 1
+        cause, folder = first_cause(error), Path(self.folder)
+        logger.error(
+            f"CHECKPOINT NOT SAVED at step {step} (failure {self.failed_saves} in a row, "
+            f"{self.max_failed_saves} end the attempt): {cause}"
+        )
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder / f".step-{step}.tmp", ignore_errors=True)
+            row = {"kind": "failed_save", "step": step, "time": time.time(), "reason": cause}
+            try:
+                append_line(folder.parent / "metrics.jsonl", row)
+            except OSError as full:
+                logger.error(f"metrics.jsonl can't be written either: {full}")
+        if self.failed_saves >= self.max_failed_saves:
+            raise SaveError(f"{self.failed_saves} saves in a row failed, the last at step {step}: {cause}")
+
     def save_now(self, directory: Path) -> None:
-        """Write the present state to `directory` and return when it is complete."""
+        """Write the present state to `directory` and return when it is complete, or raise SaveError."""
         self.finish()
-        self.dcp_save(self._flattened_model_states_sd(), str(directory), AsyncMode.DISABLED)
+        try:
+            self.dcp_save(self._flattened_model_states_sd(), str(directory), AsyncMode.DISABLED)
+        except CheckpointException as error:
+            raise SaveError(f"{directory} was not saved: {first_cause(error)}") from error
 
     def save_at_request(self, curr_step: int) -> None:
-        """A full checkpoint at a step that the interval does not name, complete on return."""
+        """A full checkpoint at a step that the interval does not name, complete on return, or raise SaveError."""
         self.save_now(Path(self._create_checkpoint_id(curr_step)))
         self._purge_stale_checkpoints()
 
     def finish(self) -> None:
-        """Wait until the last asynchronous save is complete. Raises what it raised."""
+        """`maybe_wait_for_saving`, at the end of something."""
         self.maybe_wait_for_saving()
 
     def _purge_stale_checkpoints(self) -> None:

@@ -99,6 +99,9 @@ class ClusterConfig:
     expected_tokens_per_second_per_rank: float | None = None  # for --dry-run's days; measured elsewhere
     init_timeout_seconds: int = 600
     step_timeout_seconds: int = 300
+    # A step is a hang when it takes longer than hang_factor times the median and than hang_seconds; 0: never.
+    hang_factor: float = 30.0
+    hang_seconds: float = 120.0
 
     def __post_init__(self) -> None:
         expected = self.expected_tokens_per_second_per_rank
@@ -115,6 +118,10 @@ class ClusterConfig:
                 (
                     self.init_timeout_seconds > 0 and self.step_timeout_seconds > 0,
                     "init_timeout_seconds and step_timeout_seconds must be greater than 0",
+                ),
+                (
+                    self.hang_factor >= 0 and self.hang_seconds >= 0,
+                    f"hang_factor={self.hang_factor} and hang_seconds={self.hang_seconds} must not be negative",
                 ),
             ],
         )
@@ -150,6 +157,7 @@ class CheckpointConfig:
     keep_latest: int = 3  # complete checkpoints kept, besides milestones
     milestone_every_steps: int = 0  # checkpoints at these steps are never pruned; 0: none
     asynchronous: bool = True  # write in the background while training goes on
+    max_failed_saves: int = 3  # in a row; fewer are told and survived
 
     def __post_init__(self) -> None:
         milestone = self.milestone_every_steps
@@ -159,6 +167,10 @@ class CheckpointConfig:
                 (self.every_steps >= 1, f"every_steps={self.every_steps} must be at least 1"),
                 (self.keep_latest >= 1, f"keep_latest={self.keep_latest} must be at least 1"),
                 (milestone >= 0, f"milestone_every_steps={milestone} must not be negative"),
+                (
+                    self.max_failed_saves >= 1,
+                    f"max_failed_saves={self.max_failed_saves} must be at least 1",
+                ),
                 (
                     self.every_steps < 1 or milestone < 0 or milestone % self.every_steps == 0,
                     f"milestone_every_steps={milestone} must be a multiple of every_steps={self.every_steps}",

@@ -69,6 +69,7 @@ class RunMetrics(MetricsProcessor):
         self.total_steps = config.total_steps
         self.started = time.perf_counter()
         self.first_step: int | None = None
+        self.unwritten: list[dict[str, Any]] = []  # rows that the disk did not take
 
     def _build_metric_logger(self, *, config: Config, **kwargs: Any) -> BaseLogger:  # pyright: ignore[reportIncompatibleMethodOverride]
         container = LoggerContainer()
@@ -83,7 +84,15 @@ class RunMetrics(MetricsProcessor):
         """Write one row of scalars under its tags. `kind` is "train" or "validation"."""
         if dist.get_rank() != 0:
             return
-        append_line(self.run.metrics, {"kind": kind, "step": step, "time": time.time(), **row})
+        self.unwritten.append({"kind": kind, "step": step, "time": time.time(), **row})
+        try:
+            while self.unwritten:
+                append_line(self.run.metrics, self.unwritten[0])
+                self.unwritten.pop(0)
+        except OSError as error:
+            logger.error(
+                f"metrics.jsonl can't be written, {len(self.unwritten)} rows wait in memory: {error}"
+            )
         self.logger.log(row, step)
 
     def progress(self, step: int, row: dict[str, float], seconds_per_step: float) -> None:

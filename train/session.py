@@ -7,12 +7,14 @@ import os
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.tools.logging import init_logger, logger
 
 from train.config import RunConfig
 from train.run_dir import RunDir
 from train.titan import trainer_config
 from train.trainer import LaneformerTrainer, NonFiniteError
+from train.watchdog import Watchdog
 
 
 def train_session(config: RunConfig, run: RunDir, init_from: Path | None, attempt: int) -> int:
@@ -21,10 +23,11 @@ def train_session(config: RunConfig, run: RunDir, init_from: Path | None, attemp
     start_log(run.logs / str(attempt) / f"rank-{rank}.log")
     trainer: LaneformerTrainer | None = None
     try:
-        trainer = LaneformerTrainer(trainer_config(config, run, init_from), run=run)
+        watchdog = Watchdog(config.cluster, run, attempt, rank)
+        trainer = LaneformerTrainer(trainer_config(config, run, init_from), run=run, watchdog=watchdog)
         outcome = trainer.train()
         trainer.close()
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException
         if isinstance(error, NonFiniteError):
             logger.error(str(error))
         else:

@@ -66,6 +66,7 @@ def trainer_config(config: RunConfig, run: RunDir, init_from: Path | None) -> Tr
             interval=config.checkpoint.every_steps,
             keep_latest_k=config.checkpoint.keep_latest,
             milestone_every_steps=config.checkpoint.milestone_every_steps,
+            max_failed_saves=config.checkpoint.max_failed_saves,
             async_mode="async" if config.checkpoint.asynchronous else "disabled",
             last_save_model_only=False,  # so that a finished run can be extended
             initial_load_path=os.fspath(init_from) if init_from else None,

@@ -31,6 +31,7 @@ from train.checkpoint import RunCheckpointer
 from train.loader import MixtureDataLoader
 from train.metrics import RunMetrics, peak_memory_gib
 from train.run_dir import RunDir, write_atomic
+from train.watchdog import Watchdog
 
 # Shapes: B sequences of a micro-batch, S tokens, V vocabulary, K sources of the mixture.
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -103,9 +104,10 @@ class LaneformerTrainer(Trainer):
 
     dataloader: MixtureDataLoader  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, config: Trainer.Config, *, run: RunDir):
+    def __init__(self, config: Trainer.Config, *, run: RunDir, watchdog: Watchdog):
         super().__init__(config)
         self.run = run
+        self.watchdog = watchdog
         self.sources = sources = self.dataloader.sources
         self.model = cast(Laneformer, self.model_parts[0])
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -214,6 +216,7 @@ class LaneformerTrainer(Trainer):
         failures/step-N/ gets a full checkpoint of the state before the step (so resuming from it runs into the
         same step), each rank's batch, and a report.
         """
+        self.watchdog.rest()
         step, folder = self.step, self.run.failures / f"step-{self.step}"
         folder.mkdir(parents=True, exist_ok=True)
         totals, tokens = tally_2K.tolist()
@@ -262,7 +265,8 @@ class LaneformerTrainer(Trainer):
         while self.step < total and not requests.stop:
             self.step += 1
             self.gc_handler.run(self.step)
-            row, requests = self.train_step(data_iterator)
+            with self.watchdog.step(self.step):
+                row, requests = self.train_step(data_iterator)
             row["seconds/checkpoint"] = self._save(requests)
             row["seconds/validation"] = self._validate()
             if self.metrics_processor.should_log(self.step) or requests.stop or self.step == total:
