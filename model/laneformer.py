@@ -17,7 +17,7 @@ Shape suffixes:
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ from torchtitan.protocols.module import Module
 
 from model.config import Exchange, LaneformerConfig
 from model.initialisation import initialise
+from model.kv_cache import LayerCache
 from model.lanes import (
     heads_first,
     increment,
@@ -44,6 +45,8 @@ from model.lanes import (
     rotate,
 )
 from model.masks import Mask, attention_masks
+
+Partials = tuple[torch.Tensor | None, torch.Tensor | None]  # of attention and SwiGLU
 
 
 class LaneLinear(Module):
@@ -134,14 +137,19 @@ class VocabParallelHead(LaneLinear):
 class MaskedAttention(FlexAttention):
     """Attention under a mask: flex for a BlockMask, else fused attention with a boolean (B, 1, S, S).
 
-    Grouped queries: head n of N reads key/value head n // (N / K), which lies in the same lane.
+    When decoding, a layer's cache stands in the mask's place: it takes in the new keys and values and says what
+    the queries see. Head n of N reads key/value head n // (N / K), which lies in the same lane.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
         pass
 
-    def forward(self, q_BNSE: torch.Tensor, k_BKSE: torch.Tensor, v_BKSE: torch.Tensor, mask: Mask):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, q_BNSE: torch.Tensor, k_BKSE: torch.Tensor, v_BKSE: torch.Tensor, mask: Mask | LayerCache | None
+    ) -> torch.Tensor:
+        if isinstance(mask, LayerCache):
+            k_BKSE, v_BKSE, mask = mask.extend(k_BKSE, v_BKSE)
         grouped = q_BNSE.shape[1] != k_BKSE.shape[1]
         if not isinstance(mask, BlockMask):
             return F.scaled_dot_product_attention(q_BNSE, k_BKSE, v_BKSE, attn_mask=mask, enable_gqa=grouped)
@@ -179,7 +187,7 @@ class LaneAttention(BaseAttention):
         self.inner_attention = config.inner_attention.build()
 
     def forward(
-        self, x_LTD: torch.Tensor, cos_BSH: torch.Tensor, sin_BSH: torch.Tensor, mask: Mask
+        self, x_LTD: torch.Tensor, cos_BSH: torch.Tensor, sin_BSH: torch.Tensor, mask: Mask | LayerCache
     ) -> torch.Tensor:
         batch = cos_BSH.shape[0]
         q, k, v = (heads_first(x, batch, self.head_dim) for x in self.wqkv(x_LTD).split(self.split, dim=-1))
@@ -238,7 +246,7 @@ class LaneBlock(Module):
         awaited_mlp_LTD: torch.Tensor | None,
         cos_BSH: torch.Tensor,
         sin_BSH: torch.Tensor,
-        mask: Mask,
+        mask: Mask | LayerCache,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         attention_LTD = self.attention(self.attention_norm(x_LTD), cos_BSH, sin_BSH, mask)
         x_LTD = x_LTD + increment(self.attention_exchange, attention_LTD, awaited_attention_LTD)
@@ -291,8 +299,17 @@ class Laneformer(Decoder):
 
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             """Refuse what the model cannot do, by the name of the setting; config is a Trainer.Config."""
-            problems = _unsupported(config.parallelism)
-            seq_len, longest = config.training.seq_len, self.sizes.max_position_embeddings
+            parallelism, seq_len = config.parallelism, config.training.seq_len
+            problems = [
+                f"parallelism.{kind}_parallel_degree is {degree}; only 1 is supported: use data parallelism"
+                for kind in ("tensor", "context", "pipeline", "expert")
+                if (degree := getattr(parallelism, f"{kind}_parallel_degree")) > 1
+            ]
+            if parallelism.spmd_backend != "partial_dtensor":
+                problems.append(
+                    f"parallelism.spmd_backend is {parallelism.spmd_backend}, but must be partial_dtensor"
+                )
+            longest = self.sizes.max_position_embeddings
             if seq_len > longest:
                 problems.append(f"training.seq_len {seq_len} exceeds max_position_embeddings {longest}")
             if problems:
@@ -341,19 +358,26 @@ class Laneformer(Decoder):
         if positions is None:
             positions = torch.arange(seq, device=tokens.device).expand(batch, seq)
         masks = self.get_attention_masks(positions) if attention_masks is None else attention_masks
-        cos_BSH, sin_BSH = self.rotary(positions)
-        x_BSD = self.tok_embeddings(tokens)
+        swa_layers, layers = self.sizes.swa_layers, range(self.sizes.num_hidden_layers)
+        x_LTD = self.streams(tokens, positions, [masks["swa" if i in swa_layers else "full"] for i in layers])
+        h_BSI = self.norm(x_LTD).view(batch, seq, -1)
+        return h_BSI if self._skip_lm_head else self.lm_head(h_BSI)
+
+    def streams(
+        self, tokens_BS: torch.Tensor, positions_BS: torch.Tensor, masks: Sequence[Mask | LayerCache]
+    ) -> torch.Tensor:
+        """The residual streams (L, T, D) after the last layer; masks holds each layer's mask or cache."""
+        cos_BSH, sin_BSH = self.rotary(positions_BS)
+        x_1TD = self.tok_embeddings(tokens_BS).view(1, tokens_BS.numel(), -1)
         # Contiguous, so that compiled blocks all see the same strides.
-        x_LTD = x_BSD.view(1, batch * seq, -1).expand(self.sizes.num_lanes, -1, -1).contiguous()
-        under_way = deque([(None, None)] * self.sizes.broadcast_delay)
-        for i, layer in enumerate(self.layers.values()):
-            mask = masks["swa" if i in self.sizes.swa_layers else "full"]
+        x_LTD = x_1TD.expand(self.sizes.num_lanes, -1, -1).contiguous()
+        under_way: deque[Partials] = deque([(None, None)] * self.sizes.broadcast_delay)
+        for layer, mask in zip(self.layers.values(), masks, strict=True):
             awaited = under_way.popleft() if under_way else (None, None)
             x_LTD, *partials = layer(x_LTD, *awaited, cos_BSH, sin_BSH, mask)
             if self.sizes.broadcast_delay:
-                under_way.append(tuple(partials))
-        h_BSI = self.norm(x_LTD).view(batch, seq, -1)
-        return h_BSI if self._skip_lm_head else self.lm_head(h_BSI)
+                under_way.append((partials[0], partials[1]))
+        return x_LTD
 
 
 def _module_configs(sizes: LaneformerConfig) -> dict[str, Any]:
@@ -386,22 +410,6 @@ def _module_configs(sizes: LaneformerConfig) -> dict[str, Any]:
         "lm_head": head,
         "enable_weight_tying": sizes.tie_word_embeddings,
     }
-
-
-def _unsupported(parallelism: Any) -> list[str]:
-    """Why the model cannot run under these parallelism settings; empty if it can."""
-    problems = []
-    for kind in ("tensor", "context", "pipeline", "expert"):
-        degree = getattr(parallelism, f"{kind}_parallel_degree")
-        if degree > 1:
-            problems.append(
-                f"parallelism.{kind}_parallel_degree is {degree}; only 1 is supported: use data parallelism"
-            )
-    if parallelism.spmd_backend != "partial_dtensor":
-        problems.append(
-            f"parallelism.spmd_backend is {parallelism.spmd_backend}, but must be partial_dtensor"
-        )
-    return problems
 
 
 def build_model(

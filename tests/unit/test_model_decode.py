@@ -102,6 +102,42 @@ def test_rows_of_different_lengths_do_not_disturb_each_other(variant: str) -> No
         assert row == alone
 
 
+def test_a_row_ends_by_its_own_context() -> None:
+    """A short prompt beside a long one, on whose account it is padded, still uses the whole context."""
+    model = model_of("as released")
+    (short, long), _ = generate(model, [ids(3), ids(60)], letters, max_new_tokens=100)
+    assert (short.end_reason, len(short.tokens)) == ("context", 62)
+    assert (long.end_reason, len(long.tokens)) == ("context", 5)
+    (alone,), _ = generate(model, [ids(3)], letters, max_new_tokens=100)
+    assert alone == short
+
+
+@pytest.mark.parametrize("chunk", [3, 8])
+def test_padded_prompts_in_chunks(chunk: int) -> None:
+    model = model_of("as released")
+    prompts = [ids(3, 1), ids(20, 2)]
+    decoder = Decoder(model, prompts, max_new_tokens=4)
+    logits_BV = decoder.prefill(chunk)
+    for row, prompt in enumerate(prompts):
+        torch.testing.assert_close(logits_BV[row], full(model, prompt)[-1], rtol=0, atol=1e-9)
+
+
+def test_finished_rows_leave_without_disturbing_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("as released")
+    prompts = [ids(4, seed) for seed in range(8)]
+    free, _ = generate(model, prompts, letters, max_new_tokens=30)
+    batches: list[int] = []
+    advance = Decoder.advance
+    monkeypatch.setattr(Decoder, "advance", lambda self, t: batches.append(t.shape[0]) or advance(self, t))
+    eos = free[0].tokens[1]
+    ended, _ = generate(model, prompts, letters, max_new_tokens=30, eos_id=eos)
+    for row, other in zip(ended, free, strict=True):
+        stop = other.tokens.index(eos) + 1 if eos in other.tokens else 30
+        assert row.tokens == other.tokens[:stop]
+    assert batches[0] == 8
+    assert batches[-1] < 8
+
+
 def test_float32_stays_within_1e_5() -> None:
     config = LaneformerConfig.from_dict(BASE)
     model, tokens = build_model(config).requires_grad_(False), ids(64)
@@ -145,6 +181,45 @@ def test_end_reasons() -> None:
     assert (filled.end_reason, len(filled.tokens)) == ("context", 5)  # the last one is never read
 
 
+def test_stop_strings_of_several_tokens_and_partial_characters() -> None:
+    """Bytes become text only when a character is whole; a stop string is found as soon as it is."""
+    model, prompt = model_of("as released"), ids(6)
+
+    def decode(tokens: list[int]) -> str:
+        return bytes([0xE2, 0x82, 0xAC][token % 3] for token in tokens).decode(errors="replace")
+
+    (free,), _ = generate(
+        model, [prompt], decode, max_new_tokens=40, sampling=Sampling(temperature=9, seed=2)
+    )
+    assert "€" in free.text
+    (cut,), _ = generate(
+        model, [prompt], decode, max_new_tokens=40, sampling=Sampling(temperature=9, seed=2), stops=["€"]
+    )
+    assert (cut.end_reason, cut.text) == ("stop", free.text[: free.text.index("€")])
+    assert decode(cut.tokens).endswith("€")
+
+
+def test_a_row_draws_the_same_whatever_rows_are_beside_it() -> None:
+    model = model_of("as released")
+    prompts = [ids(5, seed) for seed in range(3)]
+    together, _ = generate(
+        model, prompts, letters, max_new_tokens=15, sampling=Sampling(temperature=1.0, seed=7)
+    )
+    for row, prompt in enumerate(prompts):
+        sampling = Sampling(temperature=1.0, seed=7 + row)
+        (alone,), _ = generate(model, [prompt], letters, max_new_tokens=15, sampling=sampling)
+        assert alone == together[row]
+
+
+def test_on_token_sees_every_text() -> None:
+    model, seen = model_of("as released"), []
+    results, _ = generate(
+        model, [ids(3), ids(5)], letters, max_new_tokens=4, on_token=lambda t: seen.append(list(t))
+    )
+    assert [[len(text) for text in texts] for texts in seen] == [[n, n] for n in range(1, 5)]
+    assert seen[-1] == [result.text for result in results]
+
+
 def test_sampling_is_seeded_and_top_p_cuts_the_tail() -> None:
     model, prompt = model_of("as released"), ids(6)
 
@@ -159,8 +234,8 @@ def test_sampling_is_seeded_and_top_p_cuts_the_tail() -> None:
 def test_sampled_frequencies_follow_the_probabilities() -> None:
     probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
     logits_BV = probabilities.log().expand(20_000, -1)
-    generator = torch.Generator().manual_seed(0)
-    drawn = Sampling(temperature=1.0, top_p=0.75).draw(logits_BV, generator).bincount(minlength=4) / 20_000
+    generators = [torch.Generator().manual_seed(0)] * 20_000
+    drawn = Sampling(temperature=1.0, top_p=0.75).draw(logits_BV, generators).bincount(minlength=4) / 20_000
     torch.testing.assert_close(drawn, torch.tensor([0.625, 0.375, 0.0, 0.0]), rtol=0, atol=0.015)
 
 
@@ -170,6 +245,7 @@ def test_sampled_frequencies_follow_the_probabilities() -> None:
         ({"prompts": [[]]}, "at least one token"),
         ({"prompts": [ids(65)]}, "65 tokens exceeds max_position_embeddings 64"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"stops": ["a", ""]}, "stop string must not be empty"),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], message: str) -> None:
@@ -181,5 +257,9 @@ def test_what_is_refused(options: dict[str, Any], message: str) -> None:
 def test_sampling_settings_are_checked() -> None:
     with pytest.raises(ValueError, match="temperature=-1"):
         Sampling(temperature=-1)
+    with pytest.raises(ValueError, match="temperature=nan"):
+        Sampling(temperature=float("nan"))
+    with pytest.raises(ValueError, match="seed=-1"):
+        Sampling(seed=-1)
     with pytest.raises(ValueError, match=r"top_p=0\.0"):
         Sampling(top_p=0.0)
