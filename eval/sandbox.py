@@ -105,6 +105,7 @@ class Room:
     bind: Mapping[Path, str] = field(default_factory=dict)
     """Path of the host → absolute path inside, read-only."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    stdin: bytes = b""
 
 
 def run(command: Sequence[str], room: Room | None = None, limits: Limits | None = None) -> Finished:
@@ -221,10 +222,11 @@ def _run(command: Sequence[str], room: Room, limits: Limits) -> Finished:
         status = stack.enter_context(os.fdopen(status_read, "rb"))
         with ExitStack() as until_started:
             until_started.callback(os.close, status_write)
+            stdin = _memory_file("stdin", room.stdin, until_started)
             words, descriptors = _arguments(room, limits, status_write, until_started)
             process = subprocess.Popen(
                 [*words, *command],
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=descriptors,

@@ -21,7 +21,7 @@ from eval.seccomp import filter_program
 from tests.unit.hostile import PROGRAMS, Program
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMITS = Limits(wall=3, cpu=10, memory=256 * MIB, tmp_size=48 * MIB, file_size=24 * MIB, output=256 * 1024)
+LIMITS = Limits(wall=2, cpu=10, memory=256 * MIB, tmp_size=48 * MIB, file_size=24 * MIB, output=256 * 1024)
 INTERPRETER = Path(sys.executable).resolve()
 BIND = {} if INTERPRETER.is_relative_to("/usr") else {INTERPRETER.parents[1]: str(INTERPRETER.parents[1])}
 MARK = "laneformer-hostile-program"
