@@ -22,6 +22,7 @@ import torch
 from data_mixtures.tokenizer import Tokenizer
 from eval.core_prompts import Span, TextEncoder
 from eval.packing import Row, batches, pack
+from eval.results import sha256_file
 
 if TYPE_CHECKING:
     from model.laneformer import Laneformer
@@ -242,9 +243,20 @@ def load_scorer(
     )
 
 
+def checkpoint_step(path: Path) -> int:
+    """The step of a run's checkpoint; 0 for a Hugging Face folder."""
+    manifest = path / "manifest.json"
+    return json.loads(manifest.read_text(encoding="utf-8"))["step"] if manifest.exists() else 0
+
+
 def checkpoint_facts(path: Path) -> dict[str, Any]:
-    """What identifies the scored weights: path, step and hash of the manifest or the Hugging Face config."""
-    name = "manifest.json" if is_run_checkpoint(path) else "config.json"
-    raw = (path / name).read_bytes()
-    step = json.loads(raw).get("step", 0) if name == "manifest.json" else 0
-    return {"path": str(path), "step": step, name: hashlib.sha256(raw).hexdigest()}
+    """What identifies the scored weights: path, and a hash over the manifest, which has every file's own, or
+    over the Hugging Face folder's configuration and weights."""
+    if is_run_checkpoint(path):
+        files = [path / "manifest.json"]
+    else:
+        files = [path / "config.json", *sorted([*path.glob("*.safetensors"), *path.glob("*.bin")])]
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.name} {sha256_file(file)}\n".encode())
+    return {"path": str(path), "sha256": digest.hexdigest()}

@@ -15,8 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from eval.adapter import checkpoint_facts, is_run_checkpoint
-from eval.results import RunFiles, locked, package_versions, settings_hash
+from eval.adapter import checkpoint_facts, checkpoint_step, is_run_checkpoint
+from eval.results import RunFiles, locked, package_versions, read_result, settings_hash
 from eval.suite import Job, Suite
 from eval.tracking import log_results
 
@@ -75,7 +75,7 @@ def locate(checkpoint: Path, out: Path | None) -> tuple[RunFiles, int]:
             f"checkpoint={checkpoint} is not complete: it has no manifest.json (nor a config.json, as a "
             "Hugging Face folder would)"
         )
-    step = checkpoint_facts(checkpoint)["step"]
+    step = checkpoint_step(checkpoint)
     if out is not None:
         return RunFiles(out), step
     parent = checkpoint.resolve().parent
@@ -89,7 +89,12 @@ def locate(checkpoint: Path, out: Path | None) -> tuple[RunFiles, int]:
 def evaluate(
     run: RunFiles, step: int, checkpoint: Path, suites: Sequence[Suite], machine: Machine, say: Say = print
 ) -> dict[str, Outcome]:
-    """Score a checkpoint with each suite that has not scored it yet; what became of each, by its name."""
+    """Score a checkpoint with each suite that has not scored it yet; what became of each, by its name.
+
+    Raises ValueError when the step has results of other weights.
+    """
+    facts = checkpoint_facts(checkpoint)
+    _check_same_weights(run.result_file(step), facts)
     outcomes: dict[str, Outcome] = {}
     for suite in suites:
         settings = suite.settings() | {"dtype": machine.dtype}
@@ -104,9 +109,7 @@ def evaluate(
                 if run.is_done(step, suite.name, digest):  # another process has finished just now
                     outcomes[suite.name] = "done"
                 else:
-                    outcomes[suite.name] = _score(
-                        run, step, checkpoint, suite, settings, digest, machine, say
-                    )
+                    outcomes[suite.name] = _score(run, step, facts, suite, settings, digest, machine, say)
         except BlockingIOError:
             say(f"step {step}: another process is scoring {suite.name} ({digest})")
             outcomes[suite.name] = "busy"
@@ -114,20 +117,30 @@ def evaluate(
     return outcomes
 
 
+def _check_same_weights(file: Path, facts: dict[str, Any]) -> None:
+    if not file.exists():
+        return
+    scored = read_result(file)["checkpoint"]
+    if scored["sha256"] != facts["sha256"]:
+        raise ValueError(
+            f"{file} holds results of other weights ({scored['path']}) than {facts['path']}: give another out=, "
+            "or move the old results away"
+        )
+
+
 def _score(
     run: RunFiles,
     step: int,
-    checkpoint: Path,
+    facts: dict[str, Any],
     suite: Suite,
     settings: dict[str, Any],
     digest: str,
     machine: Machine,
     say: Say,
 ) -> Outcome:
-    facts = checkpoint_facts(checkpoint)
     started = time.perf_counter()
     folder = run.suite_folder(step, suite.name, digest)
-    job = Job(checkpoint, step, folder, machine.device, machine.dtype, machine.processes)
+    job = Job(Path(facts["path"]), step, folder, machine.device, machine.dtype, machine.processes)
     result = suite.run(job)
     if result.not_run:
         say(f"step {step}: {suite.name} was not run: {result.not_run}")

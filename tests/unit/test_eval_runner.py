@@ -52,7 +52,7 @@ def test_result_file(tmp_path: Path) -> None:
     assert evaluate(run, 5, run.checkpoints / "step-5", [Counting()], MACHINE) == {"counting": "scored"}
     result = read_result(run.result_file(5))
     assert (result["format"], result["version"], result["step"]) == ("laneformer-eval", 1, 5)
-    assert len(result["checkpoint"]["manifest.json"]) == 64
+    assert len(result["checkpoint"]["sha256"]) == 64
     (entry,) = result["suites"]
     assert entry["suite"] == "counting"
     assert entry["settings"] == {"n": 1, "dtype": "float32"}
@@ -189,6 +189,15 @@ def test_where_results_go(tmp_path: Path) -> None:
         locate(foreign, None)
     run, step = locate(foreign, tmp_path / "out")
     assert (run.path, step) == ((tmp_path / "out").resolve(), 0)
+
+
+def test_results_of_other_weights_are_not_taken_for_these(tmp_path: Path) -> None:
+    run = run_with(tmp_path / "run", 5)
+    checkpoint = run.checkpoints / "step-5"
+    evaluate(run, 5, checkpoint, [Counting()], MACHINE)
+    (checkpoint / "manifest.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"step-5\.json holds results of other weights"):
+        evaluate(run, 5, checkpoint, [Counting()], MACHINE)
 
 
 def test_other_formats_are_refused(tmp_path: Path) -> None:
