@@ -34,8 +34,9 @@ PUBLISHED: dict[str, tuple[float, float | None]] = {
     "Llama3-8B": (0.576, 0.565),
 }
 # pass@1 of the public reference recipe after its fine-tuning.
-REFERENCE_CODE = {"humaneval_plus/pass@1": 0.451, "mbpp_plus/pass@1": 0.516}
-CODE = {"humaneval_plus": "HumanEval+", "mbpp_plus": "MBPP+"}
+REFERENCE_CODE = {"humaneval_plus": 0.451, "mbpp_plus": 0.516}
+CODE = {"humaneval_plus": "HumanEval+", "mbpp_plus": "MBPP+", "builtin_code": "built-in problems"}
+GREEDY = "pass@1"  # with several samples it is called sampled_pass@1
 
 
 @dataclass
@@ -158,25 +159,34 @@ def task_section(chain: Chain, suite: str) -> Section | None:
 
 
 def code_section(chain: Chain) -> Section | None:
-    """HumanEval+ and MBPP+ over training, and pass@N of the last checkpoint that has it."""
+    """The benchmarks of code over training, and pass@N of the last checkpoint that has each."""
     found = {key for point in chain.points for key in point.score_keys() if key.partition("/")[0] in CODE}
     if not found:
         return None
+    names = [name for name in CODE if any(key.startswith(f"{name}/") for key in found)]
+    kinds = sorted(
+        {key.partition("/")[2] for key in found}, key=lambda kind: (int(kind.rpartition("@")[2]), kind)
+    )
     series = {
-        f"{title} pass@1": chain.series(f"{name}/pass@1")
-        for name, title in CODE.items()
-        if f"{name}/pass@1" in found
+        f"{CODE[name]} {kind}": chain.series(f"{name}/{kind}")
+        for name in names
+        for kind in (GREEDY, f"sampled_{GREEDY}")
+        if f"{name}/{kind}" in found
     }
-    ks = sorted({int(key.rpartition("@")[2]) for key in found if key.partition("/")[2].startswith("pass@")})
     rows = []
-    for name, title in CODE.items():
-        values = [next((v for _, v in reversed(chain.series(f"{name}/pass@{k}"))), None) for k in ks]
-        reference = REFERENCE_CODE[f"{name}/pass@1"]
-        rows.append(
-            [title, *("–" if v is None else f"{100 * v:.1f} %" for v in values), f"{100 * reference:.1f} %"]
-        )
-    text = table(["last checkpoint", *(f"pass@{k}" for k in ks), "reference recipe, pass@1"], rows)
+    for name in names:
+        values = [next((v for _, v in reversed(chain.series(f"{name}/{kind}"))), None) for kind in kinds]
+        cells = [_percent(value) for value in [*values, REFERENCE_CODE.get(name)]]
+        rows.append([CODE[name], *cells])
+    last = next(p for p in reversed(chain.points) if any(e["suite"] == "code" for e in p.suites))
+    notes = [note for entry in last.suites if entry["suite"] == "code" for note in entry["notes"]]
+    head = ["last checkpoint", *(kind.replace("_", " ") for kind in kinds), "reference recipe, pass@1"]
+    text = table(head, rows) + "\n\n" + "".join(f"- {note}\n" for note in notes)
     return "Code", text, [charts.lines(series, chain.boundaries, chain.unit, "share of problems solved")]
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.1f} %"
 
 
 def published_section(chain: Chain, label: str) -> Section | None:
