@@ -12,12 +12,13 @@ import hashlib
 import json
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 
 from model.config import LaneformerConfig
-from model.laneformer import Laneformer
+from model.laneformer import Laneformer, empty_model
 
 FORMAT, VERSION = "laneformer-checkpoint", 1
 
@@ -27,17 +28,22 @@ class CheckpointError(ValueError):
 
 
 def check_files(directory: Path, hashes: bool = False) -> None:
-    """Compare sizes (and with `hashes` the SHA-256) of all files with the manifest. Raises CheckpointError."""
+    """Compare sizes (and with hashes the SHA-256) of all files with the manifest. Raises CheckpointError."""
     manifest_file = directory / "manifest.json"
     if not manifest_file.exists():
         raise CheckpointError(f"{directory} is not a complete checkpoint: it has no manifest.json")
-    manifest = json.loads(manifest_file.read_text(encoding="utf-8"))
+    manifest = _read_json(manifest_file)
     found = (manifest.get("format"), manifest.get("version"))
     if found != (FORMAT, VERSION):
         raise CheckpointError(f"{manifest_file} has format {found}, this code reads {(FORMAT, VERSION)}")
+    needed = {"model.json", "tokenizer.model", ".metadata"}
+    if missing := needed - manifest["files"].keys():
+        raise CheckpointError(f"{manifest_file} does not list {', '.join(sorted(missing))}")
     for name, entry in manifest["files"].items():
         file = directory / name
         size = file.stat().st_size if file.exists() else None
+        if size is None:
+            raise CheckpointError(f"{file} is missing, the manifest lists it")
         if size != entry["bytes"]:
             raise CheckpointError(f"{file} has {size} bytes, the manifest says {entry['bytes']}")
         if hashes:
@@ -52,24 +58,32 @@ def load_checkpoint(
 ) -> tuple[Laneformer, LaneformerConfig, Path]:
     """The model of a checkpoint, in evaluation mode, its architecture, and the path of its tokenizer.
 
-    Weights are read in float32, as they were saved, and then cast to `dtype`. Raises CheckpointError.
+    Weights are converted to dtype as they are read. Raises CheckpointError.
     """
     directory = Path(path)
     check_files(directory)
-    config = LaneformerConfig.from_dict(json.loads((directory / "model.json").read_text(encoding="utf-8")))
-    with torch.device("meta"):
-        model = Laneformer.Config.from_sizes(config).build()
-    model.to_empty(device="cpu")
-    model.rotary._init_self_buffers()
+    model_file = directory / "model.json"
+    try:
+        config = LaneformerConfig.from_dict(_read_json(model_file))
+    except ValueError as error:
+        raise CheckpointError(f"{model_file}: {error}") from None
+    model = empty_model(config, dtype, device)
     state = model.state_dict()
+    metadata = dcp.FileSystemReader(directory).read_metadata()
+    if missing := state.keys() - metadata.state_dict_metadata.keys():
+        raise CheckpointError(f"{directory} lacks the weights {', '.join(sorted(missing))}")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant
         dcp.load(state, checkpoint_id=directory, no_dist=True)
     model.load_state_dict(state)
-    if config.tie_word_embeddings:
-        model.tok_embeddings.weight = model.lm_head.weight
-    model.requires_grad_(False).eval()
-    rotary = model.rotary.table
-    model.to(device=device, dtype=dtype)
-    model.rotary.table = rotary.to(device)  # angles keep float32
-    return model, config, directory / "tokenizer.model"
+    return model.requires_grad_(False).eval(), config, directory / "tokenizer.model"
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} must hold one JSON object")
+    return content

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from model.config import LaneformerConfig, load_size, size_names
+
+if TYPE_CHECKING:  # torch is imported by the verbs that compute, so that the others answer at once
+    import numpy as np
+
+DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
 class UsageError(ValueError):
@@ -17,12 +23,39 @@ class UsageError(ValueError):
 
 
 @dataclass(frozen=True)
-class Verb:
-    """One command. `keys` maps each key to (default as text, or None where it must be given; what it is for)."""
+class Key:
+    """One key=value. parse turns the text into the value; default None means that it must be given.
+
+    Of several values the last counts, unless the key repeats.
+    """
 
     help: str
-    run: Callable[[dict[str, str], set[str]], None]
-    keys: dict[str, tuple[str | None, str]] = field(default_factory=dict)
+    parse: Callable[[str], Any] = str
+    default: Any = None
+    repeats: bool = False
+    """Whether its value is the list of all that was given."""
+
+    def read(self, name: str, texts: list[str]) -> Any:
+        """The value for all that was given under the key's name. Raises UsageError."""
+        if not texts and self.default is None:
+            raise UsageError(f"{name}= is needed: {self.help}")
+        values = []
+        for text in texts if self.repeats else texts[-1:]:
+            try:
+                values.append(self.parse(text))
+            except ValueError as error:
+                kind = {int: "an integer", float: "a number"}.get(self.parse, str(error))
+                raise UsageError(f"{name}={text} must be {kind}") from None
+        if self.repeats:
+            return values
+        return values[0] if values else self.default
+
+
+@dataclass(frozen=True)
+class Verb:
+    help: str
+    run: Callable[[dict[str, Any], set[str]], None]
+    keys: dict[str, Key] = field(default_factory=dict)
     switches: dict[str, str] = field(default_factory=dict)
 
 
@@ -30,12 +63,12 @@ def main(arguments: list[str]) -> int:
     """Run one command. Mistakes of the user end with status 2 and one message on stderr."""
     name, *words = arguments or ["--help"]
     try:
-        if name == "--help":
+        if name in ("--help", "-h"):
             print("python -m model <verb> key=value … --switch; <verb> --help lists its keys\n")
             print("\n".join(f"  {verb:<10}{spec.help}" for verb, spec in VERBS.items()))
         elif name not in VERBS:
             raise UsageError(f"there is no verb {name!r}; there are: {', '.join(VERBS)}")
-        elif "--help" in words:
+        elif "--help" in words or "-h" in words:
             print(_describe(name, VERBS[name]))
         else:
             VERBS[name].run(*_parse(VERBS[name], words))
@@ -47,57 +80,59 @@ def main(arguments: list[str]) -> int:
 
 def _describe(name: str, verb: Verb) -> str:
     lines = [f"python -m model {name}: {verb.help}", ""]
-    for key, (default, text) in verb.keys.items():
-        lines.append(f"  {key}={'(needed)' if default is None else default:<14} {text}")
-    lines += [f"  {switch:<20} {text}" for switch, text in verb.switches.items()]
+    for key, spec in verb.keys.items():
+        default = "(needed)" if spec.default is None else spec.default
+        lines.append(f"  {f'{key}={default}':<24} {spec.help}{' (may be repeated)' if spec.repeats else ''}")
+    lines += [f"  {switch:<24} {text}" for switch, text in verb.switches.items()]
     return "\n".join(lines)
 
 
-def _parse(verb: Verb, words: list[str]) -> tuple[dict[str, str], set[str]]:
-    values = {key: default for key, (default, _) in verb.keys.items() if default is not None}
-    switches = {word for word in words if word.startswith("--")}
-    problems = [
-        f"{word} is not a switch; switches: {', '.join(verb.switches)}"
-        for word in switches - set(verb.switches)
-    ]
+def _parse(verb: Verb, words: list[str]) -> tuple[dict[str, Any], set[str]]:
+    """The value of every key, and the switches given. Raises one UsageError with all problems."""
+    given: dict[str, list[str]] = {key: [] for key in verb.keys}
+    switches, problems = set(), []
     for word in words:
-        key, equals, value = word.partition("=")
-        if word.startswith("--"):
-            continue
-        if equals and key in verb.keys:
-            values[key] = value
+        key, equals, text = word.partition("=")
+        if word in verb.switches:
+            switches.add(word)
+        elif equals and key in given:
+            given[key].append(text)
+        elif word.startswith("--"):
+            problems.append(f"{word} is not a switch; switches: {', '.join(verb.switches) or 'none'}")
         else:
             problems.append(f"{word!r} is not key=value; keys: {', '.join(verb.keys) or 'none'}")
-    problems += [f"{key}= is needed" for key in verb.keys if key not in values]
+    values = {}
+    for key, spec in verb.keys.items():
+        try:
+            values[key] = spec.read(key, given[key])
+        except UsageError as error:
+            problems.append(str(error))
     if problems:
         raise UsageError("; ".join(problems))
     return values, switches
 
 
-def _number(values: dict[str, str], key: str, kind: Callable[[str], Any]) -> Any:
-    try:
-        return kind(values[key])
-    except ValueError:
-        raise UsageError(f"{key}={values[key]} must be of type {getattr(kind, '__name__', kind)}") from None
+def _dtype(text: str) -> str:
+    if text not in DTYPES:
+        raise ValueError(f"one of {', '.join(DTYPES)}")
+    return text
 
 
-def _dtype(values: dict[str, str]) -> Any:
-    import torch
-
-    known = {
-        "float64": torch.float64,
-        "float32": torch.float32,
-        "bfloat16": torch.bfloat16,
-        "float16": torch.float16,
-    }
-    if values["dtype"] not in known:
-        raise UsageError(f"dtype={values['dtype']} must be one of {', '.join(known)}")
-    return known[values["dtype"]]
+def _device(text: str) -> str:
+    if text not in ("cpu", "cuda"):
+        raise ValueError("cpu or cuda")
+    return text
 
 
-def sizes(values: dict[str, str], switches: set[str]) -> None:
+def _at_least_one(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise ValueError("an integer of at least 1")
+    return int(text)
+
+
+def sizes(values: dict[str, Any], switches: set[str]) -> None:
     """All shipped sizes with what they cost."""
-    seq_len = _number(values, "context", int)
+    context = values["context"]
     rows = []
     for name in size_names():
         config = load_size(name)
@@ -105,10 +140,13 @@ def sizes(values: dict[str, str], switches: set[str]) -> None:
             {
                 "size": name,
                 "parameters": config.num_parameters(),
+                "layers": config.num_hidden_layers,
+                "width": config.hidden_size,
                 "lanes": config.num_lanes,
+                "delay": config.broadcast_delay,
                 "decode_bytes": config.decode_bytes(2),
-                "kv_bytes": config.kv_bytes(seq_len, 2),
-                "train_flops_per_token": config.flops_per_token(seq_len),
+                "kv_bytes": config.kv_bytes(context, 2),
+                "train_flops_per_token": config.flops_per_token(context),
             }
         )
     if "--json" in switches:
@@ -117,71 +155,101 @@ def sizes(values: dict[str, str], switches: set[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"16-bit weights and cache, {seq_len} tokens of context", box=None)
-    for header in (
-        "size",
-        "parameters",
-        "lanes",
-        "MB a decoded token",
-        "KV cache MB",
-        "training GFLOP a token",
-    ):
+    table = Table(title=f"16-bit weights and cache, {context} tokens of context", box=None)
+    headers = ["size", "parameters", "layers", "width", "lanes", "delay"]
+    headers += ["MB a decoded token", "KV cache MB", "training GFLOP a token"]
+    for header in headers:
         table.add_column(header, justify="left" if header == "size" else "right")
     for row in rows:
+        counts = [f"{row[key]:,}" for key in ("parameters", "layers", "width", "lanes", "delay")]
         megabytes = [f"{row[key] / 1e6:,.1f}" for key in ("decode_bytes", "kv_bytes")]
-        flops = f"{row['train_flops_per_token'] / 1e9:.3f}"
-        table.add_row(row["size"], f"{row['parameters']:,}", str(row["lanes"]), *megabytes, flops)
-    Console(width=110).print(table)
+        table.add_row(row["size"], *counts, *megabytes, f"{row['train_flops_per_token'] / 1e9:.3f}")
+    Console(width=120).print(table)
 
 
-def logits(values: dict[str, str], switches: set[str]) -> None:
+def logits(values: dict[str, Any], switches: set[str]) -> None:
     """Logits of given token ids under given weights, for comparing implementations."""
     import numpy as np
     import torch
 
     from model.hf import from_released, read_weights
-    from model.laneformer import build_model
+    from model.laneformer import empty_model
 
-    dtype = _dtype(values)
-    config = LaneformerConfig.from_dict(json.loads(Path(values["config"]).read_text(encoding="utf-8")))
-    model = build_model(config, dtype=dtype)
-    model.load_state_dict(from_released(read_weights(Path(values["weights"])), config))
-    ids_BS = torch.from_numpy(np.load(values["ids"], allow_pickle=False).astype(np.int64))
+    config = _read_config(values["config"])
+    ids_BS = _read_integers(values["ids"])
+    if ids_BS.min() < 0 or ids_BS.max() >= config.vocab_size:
+        raise ValueError(
+            f"{values['ids']}: ids {ids_BS.min()}..{ids_BS.max()} leave 0..{config.vocab_size - 1}"
+        )
     positions_BS = None
     if values["positions"]:
-        positions_BS = torch.from_numpy(np.load(values["positions"], allow_pickle=False).astype(np.int64))
-    outside = (ids_BS < 0) | (ids_BS >= config.vocab_size)
-    if ids_BS.dim() != 2 or outside.any():
-        raise ValueError(f"{values['ids']}: ids must be (B, S) with values in 0..{config.vocab_size - 1}")
+        positions_BS = _read_integers(Path(values["positions"]))
+        _check_positions(values["positions"], positions_BS, ids_BS)
+        positions_BS = torch.from_numpy(positions_BS)
+    model = empty_model(config, getattr(torch, values["dtype"]), "cpu")
+    model.load_state_dict(from_released(read_weights(values["weights"]), config))
     with torch.no_grad():
-        result = model(ids_BS, positions_BS)
-    with Path(values["out"]).open("wb") as stream:
-        np.save(stream, result.double().numpy() if dtype == torch.float64 else result.float().numpy())
+        result = model(torch.from_numpy(ids_BS), positions_BS)
+    result = result.float() if values["dtype"] in ("bfloat16", "float16") else result
+    temporary = values["out"].with_name(values["out"].name + ".tmp")
+    with temporary.open("wb") as stream:
+        np.save(stream, result.numpy())
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(values["out"])
 
 
-def generate_text(values: dict[str, str], switches: set[str]) -> None:
+def _read_config(file: Path) -> LaneformerConfig:
+    try:
+        return LaneformerConfig.from_dict(json.loads(file.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+
+
+def _read_integers(file: Path) -> np.ndarray:
+    """An npy file of integers (B, S), as int64."""
+    import numpy as np
+
+    try:
+        array = np.load(file, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{file} is not an npy file: {error}") from None
+    kind = getattr(array, "dtype", None)
+    if kind is None or kind.kind not in "iu" or array.ndim != 2 or not array.size:
+        raise ValueError(f"{file} must hold integers (B, S), not {kind} {getattr(array, 'shape', '')}")
+    return array.astype(np.int64)
+
+
+def _check_positions(file: str, positions_BS: np.ndarray, ids_BS: np.ndarray) -> None:
+    """Positions count up from 0, and start again at 0 where a document does."""
+    if positions_BS.shape != ids_BS.shape:
+        raise ValueError(f"{file} has shape {positions_BS.shape}, the ids have {ids_BS.shape}")
+    follows = positions_BS[:, 1:] == positions_BS[:, :-1] + 1
+    if (positions_BS[:, 0] != 0).any() or not (follows | (positions_BS[:, 1:] == 0)).all():
+        raise ValueError(f"{file}: positions must start at 0 and each be 0 or one more than the one before")
+
+
+def generate_text(values: dict[str, Any], switches: set[str]) -> None:
     """Continue a prompt from a checkpoint."""
-    import sentencepiece
+    import torch
 
     from model.checkpoint import load_checkpoint
     from model.decode import Sampling, generate
 
-    sampling = Sampling(
-        temperature=_number(values, "temperature", float),
-        top_p=_number(values, "top_p", float),
-        seed=_number(values, "seed", int),
+    sampling = Sampling(temperature=values["temperature"], top_p=values["top_p"], seed=values["seed"])
+    if values["device"] == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device=cuda, but torch sees no GPU here")
+    model, _, tokenizer_file = load_checkpoint(
+        values["checkpoint"], getattr(torch, values["dtype"]), values["device"]
     )
-    model, _, tokenizer_file = load_checkpoint(values["checkpoint"], _dtype(values), values["device"])
-    tokenizer = sentencepiece.SentencePieceProcessor()
-    tokenizer.LoadFromSerializedProto(tokenizer_file.read_bytes())
-    prompt = [tokenizer.bos_id(), *tokenizer.encode(values["prompt"])]
+    prompt, decode, eos_id = _tokenize(tokenizer_file, values["prompt"])
     as_json = "--json" in switches
     shown = 0
 
     def show(texts: list[str]) -> None:
         nonlocal shown
         # A character of several bytes is complete only with its last token.
-        if not as_json and not texts[0].endswith("\ufffd"):
+        if not texts[0].endswith("\ufffd"):
             print(texts[0][shown:], end="", flush=True)
             shown = len(texts[0])
 
@@ -190,59 +258,70 @@ def generate_text(values: dict[str, str], switches: set[str]) -> None:
     (result,), timing = generate(
         model,
         [prompt],
-        tokenizer.decode,
-        max_new_tokens=_number(values, "max_new_tokens", int),
+        decode,
+        max_new_tokens=values["max_new_tokens"],
         sampling=sampling,
-        eos_id=tokenizer.eos_id(),
-        stops=[values["stop"]] if values["stop"] else [],
-        on_token=show,
+        eos_id=eos_id,
+        stops=values["stop"],
+        on_token=None if as_json else show,
     )
-    told = {**vars(result), **vars(timing)}
     if as_json:
-        print(json.dumps({"prompt": values["prompt"], **told}, ensure_ascii=False))
-    else:
-        print(
-            f"\n[{result.end_reason}: {result.prompt_tokens} prompt tokens, {len(result.tokens)} new, first after "
-            f"{timing.seconds_to_first_token:.2f} s, then {timing.tokens_per_second:.1f} tokens/s]"
-        )
+        print(json.dumps({"prompt": values["prompt"], **vars(result), **vars(timing)}, ensure_ascii=False))
+        return
+    print(result.text[shown:])
+    print(
+        f"[{result.end_reason}: {result.prompt_tokens} prompt tokens, {len(result.tokens)} new, first after "
+        f"{timing.seconds_to_first_token:.2f} s, then {timing.tokens_per_second:.1f} tokens/s]"
+    )
 
 
-DTYPE = ("float32", "float64, float32, bfloat16 or float16")
+def _tokenize(file: Path, text: str) -> tuple[list[int], Callable[[list[int]], str], int]:
+    """The prompt's ids after BOS, a function from new ids to the text they add, and the id of EOS."""
+    import sentencepiece
+
+    tokenizer = sentencepiece.SentencePieceProcessor()
+    tokenizer.LoadFromSerializedProto(file.read_bytes())
+    prompt = [tokenizer.bos_id(), *tokenizer.encode(text)]
+    # Llama 2's tokenizer drops the space that a text begins with, so new ids are read after the prompt's last.
+    before = tokenizer.decode(prompt[-1:])
+    return prompt, lambda ids: tokenizer.decode(prompt[-1:] + ids)[len(before) :], tokenizer.eos_id()
+
+
+DTYPE = Key(", ".join(DTYPES), _dtype, "float32")
 VERBS = {
     "sizes": Verb(
         "table of the shipped sizes: parameters, bytes a decoded token, KV cache, training FLOPs",
         sizes,
-        {"context": ("4096", "tokens of context for cache and FLOPs")},
-        {"--json": "print JSON"},
+        {"context": Key("tokens of context for cache and FLOPs", _at_least_one, 4096)},
+        {"--json": "print JSON: bytes and FLOPs as integers"},
     ),
     "logits": Verb(
         "logits of token ids under released weights, to compare implementations",
         logits,
         {
-            "config": (None, "JSON file of the architecture"),
-            "weights": (None, "npz (names with or without `weights/`) or safetensors, released names"),
-            "ids": (None, "npy file, integers (B, S)"),
-            "positions": (
-                "",
-                "npy file, integers (B, S), 0 where a document starts; default one document a row",
+            "config": Key("JSON file of the architecture", Path),
+            "weights": Key("npz (names with or without `weights/`) or safetensors, released names", Path),
+            "ids": Key("npy file, integers (B, S)", Path),
+            "positions": Key(
+                "npy file, integers (B, S), 0 where a document starts; none: one a row", str, ""
             ),
             "dtype": DTYPE,
-            "out": (None, "npy file to write: logits (B, S, V)"),
+            "out": Key("npy file to write: logits (B, S, V)", Path),
         },
     ),
     "generate": Verb(
         "continue a prompt from a training checkpoint",
         generate_text,
         {
-            "checkpoint": (None, "a step-N directory"),
-            "prompt": ("", "text to continue; BOS is put before it"),
-            "max_new_tokens": ("128", "at most so many"),
-            "temperature": ("0", "0 takes the likeliest token"),
-            "top_p": ("1.0", "keep the smallest set of tokens whose probabilities reach this"),
-            "seed": ("0", "of the draws"),
-            "stop": ("", "end before this text"),
+            "checkpoint": Key("a step-N directory", Path),
+            "prompt": Key("text to continue; BOS is put before it", str, ""),
+            "max_new_tokens": Key("at most so many", _at_least_one, 128),
+            "temperature": Key("0 takes the likeliest token", float, 0.0),
+            "top_p": Key("keep the smallest set of tokens whose probabilities reach this", float, 1.0),
+            "seed": Key("of the draws", int, 0),
+            "stop": Key("end before this text", str, "", repeats=True),
             "dtype": DTYPE,
-            "device": ("cpu", "cpu or cuda"),
+            "device": Key("cpu or cuda", _device, "cpu"),
         },
         {"--json": "print one JSON object: text, tokens, end_reason, speed"},
     ),

@@ -6,11 +6,13 @@ names of the Hugging Face checkpoint. A norm's scale is `….weight` (D,) when r
 per lane.
 """
 
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from model.config import LaneformerConfig
@@ -123,14 +125,19 @@ def _check_names(expected: set[str], got: set[str], what: str) -> None:
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Tensors of an npz or safetensors file, by name. Names in an npz may carry the prefix `weights/`; if any
-    does, the others are not weights. Never unpickles. Raises ValueError for another kind of file."""
-    if path.suffix == ".safetensors":
-        return load_file(path)
-    if path.suffix != ".npz":
+    """Tensors of an npz or safetensors file, by name. Nothing is unpickled.
+
+    Names in an npz may carry the prefix `weights/`; if any does, the others are not weights. Raises ValueError
+    for another kind of file or a damaged one.
+    """
+    if path.suffix not in (".npz", ".safetensors"):
         raise ValueError(f"{path}: weights must be a .npz or .safetensors file")
-    with np.load(path, allow_pickle=False) as arrays:
-        prefixed = [name for name in arrays.files if name.startswith("weights/")]
-        return {
-            name.removeprefix("weights/"): torch.from_numpy(arrays[name]) for name in prefixed or arrays.files
-        }
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        with np.load(path, allow_pickle=False) as arrays:
+            prefixed = [name for name in arrays.files if name.startswith("weights/")]
+            names = prefixed or arrays.files
+            return {name.removeprefix("weights/"): torch.from_numpy(arrays[name]) for name in names}
+    except (ValueError, TypeError, zipfile.BadZipFile, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None

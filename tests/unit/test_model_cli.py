@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import sentencepiece
 import torch
 from safetensors.torch import save_file
 
-from model.cli import main
+from model.cli import _tokenize, main
+from model.hf import read_weights
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -69,11 +75,19 @@ def test_sizes_as_json_and_table(capsys: pytest.CaptureFixture[str]) -> None:
         (["grow"], "there is no verb 'grow'; there are: sizes"),
         (["sizes", "--yaml"], "--yaml is not a switch"),
         (["sizes", "contxt=3"], "'contxt=3' is not key=value; keys: context"),
-        (["sizes", "context=many"], "context=many must be of type int"),
+        (["sizes", "context=many"], "context=many must be an integer of at least 1"),
+        (["sizes", "context=0"], "context=0 must be an integer of at least 1"),
         (["generate"], "checkpoint= is needed"),
         (["generate", "checkpoint=nowhere"], "nowhere is not a complete checkpoint: it has no manifest.json"),
         (["generate", "checkpoint=nowhere", "top_p=2"], "top_p=2.0 must lie in (0, 1]"),
+        (["generate", "checkpoint=nowhere", "temperature=hot"], "temperature=hot must be a number"),
+        (["generate", "checkpoint=nowhere", "seed=1.5"], "seed=1.5 must be an integer"),
         (["generate", "checkpoint=nowhere", "dtype=int4"], "dtype=int4 must be one of"),
+        (["generate", "checkpoint=nowhere", "device=tpu"], "device=tpu must be cpu or cuda"),
+        (
+            ["generate", "top_p=x", "--fast"],
+            "--fast is not a switch; switches: --json; checkpoint= is needed",
+        ),
         (["logits", "config=no.json", "weights=w.npz", "ids=i.npy", "out=o.npy"], "no.json"),
     ],
 )
@@ -82,6 +96,85 @@ def test_mistakes(words: list[str], message: str, capsys: pytest.CaptureFixture[
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("key", "content", "message"),
+    [
+        ("config", b"{", "config.json: Expecting property name"),
+        ("config", b"{}", "config.json: invalid model configuration:\n- missing key 'vocab_size'"),
+        ("ids", b"1 2 3", "ids.npy is not an npy file"),
+        ("ids", np.zeros((1, 3)), "ids.npy must hold integers (B, S), not float64 (1, 3)"),
+        ("ids", np.zeros(3, dtype=int), "ids.npy must hold integers (B, S), not int64 (3,)"),
+        ("ids", np.array([[5, 96]]), "ids 5..96 leave 0..95"),
+        ("ids", np.array([[-1, 5]]), "ids -1..5 leave 0..95"),
+        ("ids", np.zeros((1, 65), dtype=int), "65 tokens exceed max_position_embeddings 64"),
+        ("positions", np.zeros((2, 3), dtype=int), "positions.npy has shape (2, 3), the ids have (1, 4)"),
+        ("positions", np.array([[1, 2, 3, 4]]), "positions must start at 0"),
+        ("positions", np.array([[0, 1, 3, 4]]), "each be 0 or one more than the one before"),
+        ("weights", b"PK", "weights.npz cannot be read"),
+        ("weights", {"model.norm.weight": np.ones(31)}, "missing: lm_head.weight"),
+    ],
+)
+def test_wrong_files_are_named(
+    key: str, content: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suffix = {"config": "json", "weights": "npz"}
+    given = {
+        name: tmp_path / f"{name}.{suffix.get(name, 'npy')}" for name in ("config", "weights", "ids", key)
+    }
+    shutil.copy(GOLDEN / "base.json", given["config"])
+    shutil.copy(GOLDEN / "base.npz", given["weights"])
+    np.save(given["ids"], np.zeros((1, 4), dtype=int))
+    if isinstance(content, bytes):
+        given[key].write_bytes(content)
+    elif isinstance(content, dict):
+        np.savez(given[key], **content)
+    else:
+        np.save(given[key], content)
+    out = tmp_path / "out.npy"
+    assert main(["logits", *[f"{name}={file}" for name, file in given.items()], f"out={out}"]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert not out.exists()
+
+
+def test_a_damaged_safetensors_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "w.safetensors"
+    file.write_bytes(b"1234567890")
+    with pytest.raises(ValueError, match=r"w\.safetensors cannot be read"):
+        read_weights(file)
+    with pytest.raises(ValueError, match=r"w\.bin: weights must be a \.npz or \.safetensors file"):
+        read_weights(tmp_path / "w.bin")
+
+
+def test_sizes_need_no_torch() -> None:
+    code = (
+        "import sys; from model.cli import main; main(['sizes', '--json']); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_new_text_continues_the_prompt(tmp_path: Path) -> None:
+    """Also with a tokenizer that, as Llama 2's, puts a space before a text and drops it when reading."""
+    text = tmp_path / "text"
+    text.write_text("the lane is the lane and the lane was a lane\n" * 20)
+    for adds_space in (True, False):
+        sentencepiece.SentencePieceTrainer.train(
+            input=str(text),
+            model_prefix=str(tmp_path / "t"),
+            vocab_size=290,
+            model_type="bpe",
+            byte_fallback=True,
+            add_dummy_prefix=adds_space,
+            hard_vocab_limit=False,
+            minloglevel=9,
+        )
+        prompt, decode, _ = _tokenize(tmp_path / "t.model", "the lane")
+        whole, _, _ = _tokenize(tmp_path / "t.model", "the lane was a lane")
+        assert whole[: len(prompt)] == prompt
+        assert decode(whole[len(prompt) :]) == " was a lane"
+        assert prompt[0] == 1
 
 
 def test_help_lists_every_key_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
