@@ -1,262 +1,165 @@
-"""HumanEval+ and MBPP+ of one model: generate, judge, count.
+"""The suite "code": HumanEval+ and MBPP+ of a checkpoint, as eval/suite.py asks for it.
 
-    score_code(generate, load("humaneval", data), CodeSettings(), folder, Judge(environment(), benchmark))
-
-Everything found is flushed to `folder` as it comes, so that a killed evaluation goes on where it was:
-
-    settings.json   what the numbers depend on; another evaluation is refused here
-    samples.jsonl   task, sample number, prompt's hash, continuation, program
-    verdicts.jsonl  one line for each different program
-    items.jsonl     at the end: each sample with its verdict
+Scores are named humaneval_plus/pass@1 and so on (mbpp_plus, builtin_code). With one sample they are greedy,
+and the official numbers; with several they are estimates from samples, and pass@1 of them is called
+sampled_pass@1, so that it is never taken for the greedy one.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, cast
 
-from eval.code_data import Benchmark
-from eval.code_judge import MIN_TIME_LIMIT, Judge, Solution, Verdict
-from eval.code_prompts import Render, Style, prompt, solution, stops
-from eval.evalplus_env import PIN
-from eval.pass_at_k import estimate
-from eval.results import append_line, append_lines, read_lines, write_atomic
+from eval.code_data import NAMES, SOURCES, Benchmark, fetch, load
+from eval.code_judge import Judge, JudgeError, preflight
+from eval.code_prompts import Style
+from eval.code_score import CodeSettings, identity, score_code
+from eval.evalplus_env import FOLDER, SETUP_COMMAND, EvalplusMissing, setup
+from eval.sandbox import SandboxUnavailable, probe
+from eval.suite import Job, Key, SuiteResult
 
-KS = (1, 2, 4, 8, 16)
-
-
-class Generate(Protocol):
-    """A model that continues texts."""
-
-    def __call__(
-        self,
-        prompts: list[str],
-        max_new_tokens: int,
-        temperature: float,
-        top_p: float,
-        seed: int,
-        stops: list[str],
-    ) -> list[str]:
-        """The continuation of each prompt, which begins with BOS. Greedy at temperature 0.
-
-        A row may end at any stop, the stop included or not, or run on: what is behind is cut off.
-        """
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class CodeSettings:
-    """What to generate. The defaults are evalplus' greedy evaluation."""
-
-    style: Style = "base"
-    samples: int = 1
-    """Of each task; pass@k is given for every k of KS up to it."""
-    temperature: float = 0.0
-    top_p: float = 0.95
-    """Without effect when greedy."""
-    max_new_tokens: int = 768
-    seed: int = 0
-    limit: int | None = None
-    """Score this many tasks, evenly spread; None: all."""
-    batch: int = 32
-    """Prompts given to the model at once; it sets which sample gets which random numbers."""
-
-    def __post_init__(self) -> None:
-        wrong = {
-            f"style={self.style} is neither base nor chat": self.style not in ("base", "chat"),
-            f"samples={self.samples} is not positive": self.samples < 1,
-            f"temperature={self.temperature} is negative": self.temperature < 0,
-            f"samples={self.samples} at temperature=0 would all be the same; set temperature=0.8": (
-                self.samples > 1 and self.temperature == 0
-            ),
-            f"top_p={self.top_p} is not in (0, 1]": not 0 < self.top_p <= 1,
-            f"max_new_tokens={self.max_new_tokens} is not positive": self.max_new_tokens < 1,
-            f"limit={self.limit} is not positive": self.limit is not None and self.limit < 1,
-            f"batch={self.batch} is not positive": self.batch < 1,
-        }
-        if any(wrong.values()):
-            raise ValueError("; ".join(problem for problem, found in wrong.items() if found))
+KEYS = {
+    "code_benchmarks": Key("humaneval,mbpp", "code: some of humaneval, mbpp, builtin (small, needs no data)"),
+    "code_data": Key("data/evalplus", "code: folder with the benchmarks (`python -m eval fetch code`)"),
+    "code_style": Key("base", "code: base, or chat for an instruction-tuned model"),
+    "code_samples": Key("1", "code: samples of each problem; pass@k is given for k up to it"),
+    "code_temperature": Key("0", "code: 0 is greedy; several samples need more, 0.8 say"),
+    "code_top_p": Key("0.95", "code: of sampling"),
+    "code_tokens": Key("768", "code: new tokens at most"),
+    "code_seed": Key("0", "code: of sampling"),
+    "code_limit": Key("", "code: so many problems, evenly spread"),
+    "code_batch": Key("32", "code: prompts generated at once"),
+    "code_workers": Key("", "code: programs judged at once; default: one per CPU core"),
+}
+SCORE_NAMES = {"humaneval": "humaneval_plus", "mbpp": "mbpp_plus", "builtin": "builtin_code"}
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One generated program."""
+class CodeSuite:
+    """`benchmarks` are names of eval/code_data.py; `data` is their folder."""
 
-    task_id: str
-    number: int
-    prompt_sha256: str
-    continuation: str
-    program: str
+    benchmarks: tuple[str, ...]
+    data: Path
+    generation: CodeSettings
+    workers: int | None = None
+    trust_remote_code: bool = False
+    evalplus: Path = FOLDER
+    name: str = "code"
 
+    def load(self) -> list[Benchmark]:
+        return [load(name, self.data) for name in self.benchmarks]
 
-def identity(benchmark: Benchmark, settings: CodeSettings) -> dict[str, Any]:
-    """All that the numbers depend on besides the model, as JSON values."""
-    return {
-        "benchmark": benchmark.name,
-        "version": benchmark.version,
-        "sha256": benchmark.sha256,
-        "runner": PIN,
-        "min_time_limit": MIN_TIME_LIMIT,
-        **asdict(settings),
-    }
+    def settings(self) -> dict[str, Any]:
+        if self.generation.style == "chat":
+            from eval.code_generate import template_sha256
 
+            template = {"chat_template": template_sha256()}
+        else:
+            template = {}
+        return {b.name: identity(b, self.generation) for b in self.load()} | template
 
-def score_code(
-    generate: Generate,
-    benchmark: Benchmark,
-    settings: CodeSettings,
-    folder: Path,
-    judge: Judge,
-    render: Render | None = None,
-) -> dict[str, Any]:
-    """Score a model; `render` is its chat template, for the chat style.
+    def run(self, job: Job) -> SuiteResult:
+        benchmarks = self.load()
+        try:
+            probe()
+            environment = setup(self.evalplus)
+            judges = [Judge(environment, benchmark, self.workers) for benchmark in benchmarks]
+            for judge in judges:
+                preflight(judge, self.evalplus / "preflight")
+            return self._score(judges, job)
+        except (SandboxUnavailable, EvalplusMissing, JudgeError) as error:
+            return SuiteResult(not_run=str(error))
+        except (subprocess.CalledProcessError, OSError) as error:
+            return SuiteResult(not_run=f"evalplus could not be installed ({error}): {SETUP_COMMAND}")
 
-    Returns {"benchmark", "version", "runner", "style", "tasks", "samples", "base": {"pass@k": {"value", "low",
-    "high"}}, "plus": likewise, "right": samples that pass the plus tests, "refused": programs whose verdict
-    was not believed, "seconds": {"generate", "judge"}}, and, where tasks that cannot be passed are scored,
-    "plus_corrected" without "cannot_pass".
+    def _score(self, judges: list[Judge], job: Job) -> SuiteResult:
+        from eval.code_generate import load_generator
 
-    Raises ValueError when `folder` holds another evaluation, JudgeError and SandboxUnavailable when nothing can
-    be said.
-    """
-    _claim(folder, identity(benchmark, settings))
-    tasks = chosen_tasks(benchmark, settings.limit)
-    start = time.monotonic()
-    samples = _generated(generate, benchmark, tasks, settings, folder, render)
-    generated = time.monotonic()
-    verdicts = _judged(samples, folder, judge)
-    judged = time.monotonic()
-
-    rows = [
-        {
-            **asdict(sample),
-            **{name: asdict(verdicts[_of(sample)])[name] for name in ("base", "plus", "refused")},
-        }
-        for sample in samples
-    ]
-    write_atomic(folder / "items.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    right_base = {task: 0 for task in tasks}
-    right_plus = {task: 0 for task in tasks}
-    for sample in samples:
-        right_base[sample.task_id] += verdicts[_of(sample)].passed_base
-        right_plus[sample.task_id] += verdicts[_of(sample)].passed
-    possible = {task: right for task, right in right_plus.items() if task not in benchmark.cannot_pass}
-    found = {
-        "benchmark": benchmark.name,
-        "version": benchmark.version,
-        "runner": PIN,
-        "style": settings.style,
-        "tasks": len(tasks),
-        "samples": settings.samples,
-        "base": _curve(settings.samples, right_base),
-        "plus": _curve(settings.samples, right_plus),
-        "right": sum(right_plus.values()),
-        "refused": {s: verdict.refused for s, verdict in verdicts.items() if verdict.refused},
-        "seconds": {"generate": round(generated - start, 2), "judge": round(judged - generated, 2)},
-    }
-    if len(possible) < len(tasks):
-        found["plus_corrected"] = _curve(settings.samples, possible)
-        found["cannot_pass"] = sorted(set(right_plus) - set(possible))
-    return found
-
-
-def chosen_tasks(benchmark: Benchmark, limit: int | None) -> list[str]:
-    """The tasks to score, in the benchmark's order: all, or `limit` evenly spread ones."""
-    names = list(benchmark.problems)
-    if limit is None or limit >= len(names):
-        return names
-    return [names[i * len(names) // limit] for i in range(limit)]
-
-
-def _curve(samples: int, right: dict[str, int]) -> dict[str, dict[str, float]]:
-    return (
-        {f"pass@{k}": estimate(samples, list(right.values()), k) for k in KS if k <= samples} if right else {}
-    )
-
-
-def _claim(folder: Path, what: dict[str, Any]) -> None:
-    file = folder / "settings.json"
-    if not file.exists():
-        write_atomic(file, json.dumps(what, indent=1) + "\n")
-        return
-    held = json.loads(file.read_text())
-    differ = [name for name in {**held, **what} if held.get(name) != what.get(name)]
-    if differ:
-        pairs = ", ".join(f"{name}={held.get(name)} and not {what.get(name)}" for name in differ)
-        raise ValueError(f"{folder} holds an evaluation with {pairs}; give another folder or remove it")
-
-
-def _generated(
-    generate: Generate,
-    benchmark: Benchmark,
-    tasks: list[str],
-    settings: CodeSettings,
-    folder: Path,
-    render: Render | None,
-) -> list[Sample]:
-    """All samples, by task and number; those that `folder` lacks are generated, batch by batch."""
-    file = folder / "samples.jsonl"
-    held = {(row["task_id"], row["number"]): Sample(**row) for row in read_lines(file)}
-    ends = stops(settings.style, benchmark.dataset)
-    for seed, number, batch in _batches(tasks, settings):
-        if all((task, number) in held for task in batch):
-            continue
-        texts = [benchmark.problems[task].row["prompt"] for task in batch]
-        prompts = [prompt(text, settings.style, render) for text in texts]
-        continuations = generate(
-            prompts=prompts,
-            max_new_tokens=settings.max_new_tokens,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            seed=seed,
-            stops=ends,
+        generate = load_generator(
+            job.checkpoint, device=job.device, dtype=job.dtype, trust_remote_code=self.trust_remote_code
         )
-        new = [
-            Sample(
-                task,
-                number,
-                hashlib.sha256(given.encode()).hexdigest(),
-                continuation,
-                solution(text, continuation, settings.style, benchmark.dataset),
+        result = SuiteResult()
+        for judge in judges:
+            before = generate.too_long
+            benchmark = judge.benchmark
+            found = score_code(
+                generate, benchmark, self.generation, job.folder / benchmark.name, judge, generate.render
             )
-            for task, text, given, continuation in zip(batch, texts, prompts, continuations, strict=True)
-        ]
-        append_lines(file, [asdict(sample) for sample in new])
-        held.update({(sample.task_id, sample.number): sample for sample in new})
-    return [held[task, number] for task in tasks for number in range(settings.samples)]
+            name = SCORE_NAMES[benchmark.name]
+            result.scores |= _scores(name, found)
+            result.tasks[name] = {
+                "n": found["tasks"],
+                "correct": found["right"],
+                "accuracy": found["plus"]["pass@1"]["value"],
+                **found,
+            }
+            result.notes += _notes(name, found, generate.too_long - before, self.generation)
+        return result
 
 
-def _batches(tasks: list[str], settings: CodeSettings) -> Iterator[tuple[int, int, list[str]]]:
-    """(seed, sample number, tasks): the same wherever an evaluation is taken up again."""
-    for number in range(settings.samples):
-        for first in range(0, len(tasks), settings.batch):
-            name = f"{settings.seed} {number} {first}"
-            seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
-            yield seed, number, tasks[first : first + settings.batch]
+def _scores(name: str, found: Mapping[str, Any]) -> dict[str, float]:
+    """Headline numbers: with the plus tests, with the base tests, and without the tasks that cannot pass."""
+    scores = {}
+    parts = {"": "plus", "_base_tests": "base", "_corrected": "plus_corrected"}
+    for suffix, part in parts.items():
+        for k, interval in found.get(part, {}).items():
+            key = f"sampled_{k}" if k == "pass@1" and found["samples"] > 1 else k
+            scores[f"{name}{suffix}/{key}"] = interval["value"]
+    return scores
 
 
-def _solution(sample: Sample) -> Solution:
-    return Solution(sample.task_id, sample.program)
+def _notes(name: str, found: Mapping[str, Any], too_long: int, settings: CodeSettings) -> list[str]:
+    interval = found["plus"]["pass@1"]
+    notes = [
+        f"{name}: pass@1 {interval['value']:.4f}, 95 % interval {interval['low']:.4f} to {interval['high']:.4f} "
+        f"over problems ({settings.style} prompts, {found['runner']}, data {found['version']})"
+    ]
+    if left_out := found.get("cannot_pass"):
+        corrected = found["plus_corrected"]
+        value = f"{corrected['pass@1']['value']:.4f}" if corrected else "without value"
+        notes.append(
+            f"{name}: the runner fails every solution of {', '.join(left_out)}; without it pass@1 is {value}"
+        )
+    if found["refused"]:
+        reasons = sorted(set(found["refused"].values()))
+        notes.append(f"{name}: {len(found['refused'])} programs count as wrong because {'; '.join(reasons)}")
+    if too_long:
+        notes.append(f"{name}: {too_long} prompts did not fit the model's context and count as wrong")
+    if settings.limit:
+        notes.append(f"{name}: {found['tasks']} problems only, so it is not the benchmark's number")
+    return notes
 
 
-def _of(sample: Sample) -> str:
-    return _solution(sample).sha256
+def make_suite(values: Mapping[str, str], trust_remote_code: bool = False) -> CodeSuite:
+    """The suite of a command line: `values` holds a text for each of KEYS. Raises ValueError."""
+    names = tuple(name for name in values["code_benchmarks"].split(",") if name)
+    unknown = [name for name in names if name not in NAMES]
+    if unknown or not names:
+        raise ValueError(f"code_benchmarks={values['code_benchmarks']} must name some of {', '.join(NAMES)}")
+    generation = CodeSettings(
+        style=cast("Style", values["code_style"]),
+        samples=_number(int, values, "code_samples"),
+        temperature=_number(float, values, "code_temperature"),
+        top_p=_number(float, values, "code_top_p"),
+        max_new_tokens=_number(int, values, "code_tokens"),
+        seed=_number(int, values, "code_seed"),
+        limit=_number(int, values, "code_limit") if values["code_limit"] else None,
+        batch=_number(int, values, "code_batch"),
+    )
+    workers = _number(int, values, "code_workers") if values["code_workers"] else None
+    return CodeSuite(names, Path(values["code_data"]), generation, workers, trust_remote_code)
 
 
-def _judged(samples: list[Sample], folder: Path, judge: Judge) -> dict[str, Verdict]:
-    """The verdict on each different program, by its hash."""
-    file = folder / "verdicts.jsonl"
-    held = {row["sha256"]: Verdict(**row) for row in read_lines(file)}
+def _number(kind: Any, values: Mapping[str, str], key: str) -> Any:
+    try:
+        return kind(values[key])
+    except ValueError:
+        raise ValueError(f"{key}={values[key]} is no {'whole ' * (kind is int)}number") from None
 
-    def found(verdict: Verdict) -> None:
-        append_line(file, asdict(verdict))
-        held[verdict.sha256] = verdict
 
-    programs = {_of(sample): _solution(sample) for sample in samples}
-    judge.judge([program for name, program in programs.items() if name not in held], found)
-    return {name: held[name] for name in programs}
+def fetch_code(folder: Path) -> list[Path]:
+    """Bring both benchmarks into `folder`, checked. Raises ValueError and URLError."""
+    return [fetch(name, folder) for name in SOURCES]

@@ -15,12 +15,15 @@ from typing import Any
 
 import pytest
 
-from eval.code import CodeSettings, score_code
+from eval.code import KEYS, make_suite
 from eval.code_data import Benchmark, load
 from eval.code_judge import LIMITS, Judge, JudgeError, Solution, Verdict, preflight
 from eval.code_prompts import chat_renderer, prompt, stops
+from eval.code_score import CodeSettings, score_code
 from eval.evalplus_env import Environment, EvalplusMissing, environment
 from eval.sandbox import SandboxUnavailable, probe
+from eval.suite import Job
+from tests.unit.eval_fixtures import small_tokenizer, write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data" / "evalplus"
@@ -279,6 +282,19 @@ def test_a_whole_evaluation(builtin: Judge, tmp_path: Path) -> None:
     assert found["plus"]["pass@1"]["value"] == found["base"]["pass@1"]["value"] == 3 / 8
     assert found["right"] == 3
     assert found["refused"] == {}
+
+
+@pytest.mark.usefixtures("runner")
+def test_the_suite_on_a_checkpoint(tmp_path: Path) -> None:
+    """From the weights to the scores; a model without training solves nothing."""
+    checkpoint = write_checkpoint(tmp_path / "run", 5, small_tokenizer(tmp_path), longest=1024)
+    words = {name: key.default or "" for name, key in KEYS.items()}
+    suite = make_suite(words | {"code_benchmarks": "builtin", "code_tokens": "16", "code_workers": "4"})
+    result = suite.run(Job(checkpoint, 5, tmp_path / "folder"))
+    assert result.not_run is None
+    assert result.scores == {"builtin_code/pass@1": 0, "builtin_code_base_tests/pass@1": 0}
+    assert result.tasks["builtin_code"]["n"] == 8
+    assert result.tasks["builtin_code"]["refused"] == {}
 
 
 def test_preflight_is_done_once_and_refuses_a_judge_that_errs(builtin: Judge, tmp_path: Path) -> None:
