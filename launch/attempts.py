@@ -105,6 +105,13 @@ def barren_attempts(lines: Iterable[Mapping[str, Any]], newest: int) -> int:
     return count
 
 
+def no_progress(lines: Iterable[Mapping[str, Any]], barren: int, newest: int) -> str:
+    """Why a run without progress is given up, with what its last attempt said."""
+    told = [a.reason for a in read_attempts(lines) if a.reason]
+    last = f"; the last: {told[-1]}" if told else ""
+    return f"{barren} attempts in a row without a checkpoint after step {newest}{last}"
+
+
 def decide(
     lines: Iterable[Mapping[str, Any]],
     *,
@@ -132,8 +139,7 @@ def decide(
         return Decision("hold", f"stopped on request, saved at step {newest}")
     barren = barren_attempts(lines, newest)
     if barren >= BARREN_LIMIT:
-        reason = f"{barren} attempts in a row without a checkpoint after step {newest}"
-        return Decision("give-up", reason, EXIT_NO_PROGRESS)
+        return Decision("give-up", no_progress(lines, barren, newest), EXIT_NO_PROGRESS)
     attempts = read_attempts(lines)
     here = next(a.allocation for a in attempts if a.number == attempt)
     crashes = sum(a.allocation == here and a.outcome not in ("stopped", "done") for a in attempts)

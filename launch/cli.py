@@ -26,10 +26,15 @@ USAGE = """usage: python -m launch VERB …
       Phases: {phases}.
         --dry-run     print the commands; write nothing, submit nothing
         --test-only   let Slurm check the commands; submit nothing
+        --evals=SUITE[,SUITE…]   a job beside each run scores its checkpoints as they appear (launch/eval.slurm)
 
   status [runs=runs] [NAME …]
       One table of runs: state, attempts, step, tokens, speed, time left, goodput, last checkpoint, scores; below it
       why a run was given up or waits.
+
+  plan experiment=NAME [key=value …] [tokens_per_second_per_rank=] [save_seconds=10] [recovery_minutes=10] [plot=FILE]
+      Days, disk, the best checkpoint interval and the goodput for several failure rates, in closed form and
+      simulated; with plot=, goodput up to 16k GPUs.
 
   inside a job (launch/lib.sh): prepare key=value …, begin run=, end run= attempt= status= signal= problem=,
       successor run= nodes=
@@ -84,8 +89,14 @@ def run_smoke(words: list[str], switches: list[str]) -> int:
 
 def run_submit(words: list[str], switches: list[str]) -> int:
     ours = {"--dry-run", "--test-only"}
-    options = [s for s in switches if s not in ours]
-    return submit(words, options, dry_run="--dry-run" in switches, test_only="--test-only" in switches)
+    suites = [s.removeprefix("--evals=") for s in switches if s.startswith("--evals=")]
+    return submit(
+        words,
+        [s for s in switches if s not in ours and not s.startswith("--evals=")],
+        dry_run="--dry-run" in switches,
+        test_only="--test-only" in switches,
+        suites=suites[-1] if suites else None,
+    )
 
 
 def run_status(words: list[str], switches: list[str]) -> int:
@@ -96,6 +107,15 @@ def run_status(words: list[str], switches: list[str]) -> int:
     if set(keys) - {"runs"}:
         raise ConfigError([f"status takes runs=FOLDER and names of runs, got: {' '.join(words)}"])
     return status(Path(keys.get("runs", "runs")), [word for word in words if "=" not in word])
+
+
+def run_plan(words: list[str], switches: list[str]) -> int:
+    from rich.console import Console
+
+    from launch.plan import plan
+
+    only(switches, set())
+    return plan(words, Console(width=None if sys.stdout.isatty() else 160))
 
 
 def run_prepare(words: list[str], switches: list[str]) -> int:
@@ -126,6 +146,7 @@ VERBS: dict[str, Callable[[list[str], list[str]], int]] = {
     "smoke": run_smoke,
     "submit": run_submit,
     "status": run_status,
+    "plan": run_plan,
     "prepare": run_prepare,
     "begin": run_begin,
     "end": run_end,

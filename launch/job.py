@@ -18,6 +18,7 @@ from launch.attempts import (
     Signal,
     barren_attempts,
     decide,
+    no_progress,
     read_attempts,
 )
 from train.config import ConfigError, load_resolved
@@ -36,6 +37,19 @@ def newest_checkpoint(run: RunDir) -> int:
 def give_up(run: RunDir, reason: str, code: int) -> None:
     append_line(run.attempts, {"event": "gave_up", "time": time.time(), "reason": reason, "exit_code": code})
     say(f"giving up: {reason}")
+    alert(run, f"given up: {reason}")
+
+
+def alert(run: RunDir, message: str) -> None:
+    """Run ALERT_COMMAND (site.env), if set, with `run name: message` as $1: a webhook, a mail. It may fail."""
+    command = os.environ.get("ALERT_COMMAND")
+    if not command:
+        return
+    try:
+        text = f"{run.path.name}: {message}"
+        subprocess.run(["bash", "-c", command, "alert", text], check=True, timeout=60, stdout=sys.stderr)
+    except (OSError, subprocess.SubprocessError) as error:
+        say(f"ALERT_COMMAND failed: {error}")
 
 
 def begin(run: RunDir) -> int:
@@ -49,10 +63,10 @@ def begin(run: RunDir) -> int:
     if other not in (None, job) and other in running_jobs():
         raise ConfigError([f"{run.path} is being trained by job {other}: cancel one of the two"])
     newest = newest_checkpoint(run)
-    barren = barren_attempts(read_lines(run.attempts), newest)
+    lines = list(read_lines(run.attempts))
+    barren = barren_attempts(lines, newest)
     if barren >= BARREN_LIMIT:  # attempts that were killed with their job decided nothing
-        reason = f"{barren} attempts in a row without a checkpoint after step {newest}"
-        give_up(run, reason, EXIT_NO_PROGRESS)
+        give_up(run, no_progress(lines, barren, newest), EXIT_NO_PROGRESS)
         return EXIT_NO_PROGRESS
     cluster, given = load_resolved(run.resolved).cluster, int(os.environ["SLURM_JOB_NUM_NODES"])
     if given < cluster.nodes:
@@ -95,6 +109,8 @@ def end(run: RunDir, attempt: int, status: int, signal: Signal | None, problem: 
             {"event": "decision", "attempt": attempt, "time": time.time(), **vars(decision)},
         )
         say(f"{decision.action}: {decision.reason}")
+        if decision.action == "finish" or status:
+            alert(run, f"{decision.action}: {decision.reason}")
     print(decision.action, decision.exit_code)
     return 0
 

@@ -120,6 +120,23 @@ rank() { # RUN ATTEMPT
     exec "$PYTHON" -m train resolved="$1/resolved.yaml" attempt="$2"
 }
 
+launch_eval() { # run=RUN [key=value …]: score the checkpoints of a run as they appear
+    local word status
+    RUN=""
+    for word in "$@"; do [[ $word != run=* ]] || RUN=${word#run=}; done
+    [ -d "$RUN" ] || give_in 2 "give run= a run directory, not '$RUN'"
+    CODE=$RUN/code/tree
+    [ -d "$CODE" ] || CODE=$PWD # a run that was not submitted
+    environment
+    INTERRUPTED=0
+    trap 'INTERRUPTED=1; kill "$!"' USR1
+    PYTHONSAFEPATH=1 PYTHONPATH=$CODE "$PYTHON" -m eval score --follow "$@" &
+    wait "$!"
+    status=$?
+    [ "$INTERRUPTED" = 0 ] || hand_back requeue
+    exit "$status"
+}
+
 hand_back() { # requeue | requeuehold: Slurm ends this script while it waits
     trap '' TERM USR1
     scontrol "$1" "$SLURM_JOB_ID" || give_in 1 "scontrol $1 failed"

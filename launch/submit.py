@@ -140,15 +140,34 @@ def sbatch(command: list[str]) -> str:
     return (result.stdout or result.stderr).strip()
 
 
-def submit(words: Sequence[str], options: Sequence[str], *, dry_run: bool, test_only: bool) -> int:
+def eval_command(run: RunDir, suites: str, after: str) -> list[str]:
+    """The job that scores the run's checkpoints, from when its own job `after` has started."""
+    return [
+        "sbatch",
+        "--parsable",
+        f"--chdir={ROOT}",
+        f"--job-name=eval-{run.path.name}",
+        f"--output={run.logs}/eval-%j.log",
+        f"--dependency=after:{after}",
+        str(ROOT / "launch" / "eval.slurm"),
+        f"run={run.path}",
+        f"suite={suites}",
+    ]
+
+
+def submit(
+    words: Sequence[str], options: Sequence[str], *, dry_run: bool, test_only: bool, suites: str | None
+) -> int:
     """Submit the phases, each after the one before has ended well (afterok). Prints one line a job.
 
     `options` go to sbatch unchanged. With `dry_run` the commands are printed and nothing is written; with
-    `test_only` Slurm checks each command and submits nothing.
+    `test_only` Slurm checks each command and submits nothing. `suites` of evaluation, if any, follow each run.
     """
     phases = read_phases(words)
     configs = [compose(list(phase.words)) for phase in phases]
     problems = chain_problems(phases, configs)
+    if not (dry_run or test_only):
+        problems += disk_problems(configs)
     if problems:
         raise ConfigError(problems)
     before: str | None = None
@@ -157,9 +176,11 @@ def submit(words: Sequence[str], options: Sequence[str], *, dry_run: bool, test_
         if dry_run or test_only:
             extra = ["--test-only"] if test_only else []
             if dry_run and phase is not phases[0]:
-                extra += [f"--dependency=afterok:<{phases[phases.index(phase) - 1].name}'s job>"]
+                extra += [f"--dependency=afterok:<{phases[phases.index(phase) - 1].name} job>"]
             command = sbatch_command(phase, config, run, [*extra, *options])
             print(f"{phase.name}: {shlex.join(command)}" if dry_run else f"{phase.name}: {sbatch(command)}")
+            if suites and dry_run:
+                print(f"{phase.name}: {shlex.join(eval_command(run, suites, f'<{phase.name} job>'))}")
             continue
         waiting = job_of(run)
         if waiting:
@@ -172,6 +193,8 @@ def submit(words: Sequence[str], options: Sequence[str], *, dry_run: bool, test_
         chain = [f"--dependency=afterok:{before}", "--kill-on-invalid-dep=yes"] if before else []
         before = sbatch(sbatch_command(phase, config, run, [*chain, *options])).split(";")[0]
         print(f"{phase.name}: job {before}  {run.path}  {config.steps:,} steps")
+        if suites:
+            print(f"{phase.name}: job {sbatch(eval_command(run, suites, before))}  evaluation, {suites}")
     return 0
 
 
@@ -185,6 +208,24 @@ def chain_problems(phases: Sequence[Phase], configs: Sequence[RunConfig]) -> lis
                 f"{phases[index].name}: train.init_from={config.train.init_from} is not submitted before it"
             )
     return problems
+
+
+def disk_problems(configs: Sequence[RunConfig]) -> list[str]:
+    """All runs' checkpoints must fit on the disk, less those that are there already."""
+    needed: dict[int, tuple[Path, int]] = {}  # by device
+    for config in configs:
+        run = RunDir(Path(config.runs) / config.name)
+        there = next(path for path in run.path.parents if path.exists())
+        folder, size = needed.get(there.stat().st_dev, (there, 0))
+        missing = max(config.most_checkpoints - len(run.complete_checkpoints()), 1)
+        needed[there.stat().st_dev] = folder, size + missing * config.checkpoint_bytes
+    return [
+        f"{folder}: {shutil.disk_usage(folder).free / 1e9:.1f} GB free, but the checkpoints to come take up to "
+        f"{size / 1e9:.1f} GB: free space, set runs= to another disk, or keep fewer (checkpoint.keep_latest, "
+        "checkpoint.milestone_every_steps)"
+        for folder, size in needed.values()
+        if shutil.disk_usage(folder).free < size
+    ]
 
 
 def successor(run: RunDir, bad: str) -> int:

@@ -110,8 +110,7 @@ def dry_run(config: RunConfig) -> str:
     """What the run would be, from the configuration alone."""
     parameters = config.model.num_parameters()
     tokens = config.steps * config.tokens_per_step
-    # float32 weights and AdamW's two moments; the rest of a checkpoint is small beside them.
-    checkpoint = parameters * 12
+    checkpoint = config.checkpoint_bytes
     flops = config.model.flops_per_token(config.train.seq_len)
     cluster = config.cluster
     facts = {
@@ -125,7 +124,7 @@ def dry_run(config: RunConfig) -> str:
         "warm-up, decay steps": f"{config.warmup_steps:,}, {config.decay_steps:,}",
         "training FLOPs per token": f"{flops:.4g}",
         "checkpoint": f"{checkpoint / 1e9:.2f} GB ({checkpoint / cluster.nodes / 1e9:.2f} GB a node)",
-        "checkpoints kept": f"{kept_checkpoints(config) * checkpoint / 1e12:.3f} TB at most",
+        "checkpoints kept": f"{config.most_checkpoints * checkpoint / 1e12:.3f} TB at most",
     }
     speed = cluster.expected_tokens_per_second_per_rank
     if speed:
@@ -134,12 +133,6 @@ def dry_run(config: RunConfig) -> str:
         facts["expected"] = f"{time} at {speed:,.0f} tokens/s a rank"
     width = max(map(len, facts))
     return dump_yaml(config) + "\n" + "\n".join(f"{key:<{width}}  {value}" for key, value in facts.items())
-
-
-def kept_checkpoints(config: RunConfig) -> int:
-    """The most checkpoints on disk at once: the latest, one more while it is written, and the milestones."""
-    every = config.checkpoint.milestone_every_steps
-    return config.checkpoint.keep_latest + 2 + (config.steps // every if every else 0)
 
 
 def prepare(config: RunConfig, *, later: bool = False) -> RunDir:

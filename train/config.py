@@ -212,6 +212,29 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StabilityConfig:
+    """What counts as a bad step, and what is done about one that is bad in two attempts (train/bad_steps.py)."""
+
+    skip_steps: int = 0  # steps passed over, the bad one last; 0: it ends every attempt
+    max_skips: int = 10  # bad steps in the run's life that may be passed over
+    spike_sigmas: float = (
+        0.0  # a loss so many robust deviations above the median is bad; 0: only non-finite ones
+    )
+    spike_window: int = 200  # steps that median and deviation are taken from
+
+    def __post_init__(self) -> None:
+        _require(
+            "stability",
+            [
+                (self.skip_steps >= 0, f"skip_steps={self.skip_steps} must not be negative"),
+                (self.max_skips >= 0, f"max_skips={self.max_skips} must not be negative"),
+                (self.spike_sigmas >= 0, f"spike_sigmas={self.spike_sigmas} must not be negative"),
+                (self.spike_window >= 2, f"spike_window={self.spike_window} must be at least 2"),
+            ],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Everything a run is made from. `name` may hold slashes: `smoke/phase1` lives in runs/smoke/phase1."""
 
@@ -226,6 +249,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    stability: StabilityConfig = field(default_factory=StabilityConfig)
 
     def __post_init__(self) -> None:
         problems = cross_checks(self)
@@ -248,6 +272,17 @@ class RunConfig:
     @property
     def decay_steps(self) -> int:
         return math.ceil(self.optim.decay_tokens / self.tokens_per_step)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """float32 weights and AdamW's two moments; the rest of a checkpoint is small beside them."""
+        return self.model.num_parameters() * 12
+
+    @property
+    def most_checkpoints(self) -> int:
+        """On disk at once: the latest, one more while it is written and one before it is pruned, the milestones."""
+        every = self.checkpoint.milestone_every_steps
+        return self.checkpoint.keep_latest + 2 + (self.steps // every if every else 0)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only: what resolved.yaml holds and `from_dict` reads back equal."""
@@ -329,6 +364,7 @@ def _schema_defaults() -> dict[str, Any]:
         "checkpoint": values(CheckpointConfig),
         "validation": values(ValidationConfig),
         "metrics": values(MetricsConfig),
+        "stability": values(StabilityConfig),
         "optim": values(OptimConfig),
         "parallel": values(ParallelConfig),
         "cluster": values(ClusterConfig),
@@ -379,8 +415,9 @@ def load_resolved(path: str | os.PathLike[str]) -> RunConfig:
         raise ConfigError([f"{path}: {problem}" for problem in error.problems]) from error
 
 
-# Between two attempts of one run these may change: they say where and how it runs, not what is computed.
-ELASTIC = ("cluster", "parallel", "checkpoint", "metrics", "train.local_batch_size", "runs")
+# Between two attempts of one run these may change: they say where and how it runs, not what is computed. What
+# stability does is written down where it happens (bad_steps.jsonl), and set by a person who has seen trouble.
+ELASTIC = ("cluster", "parallel", "checkpoint", "metrics", "stability", "train.local_batch_size", "runs")
 
 
 def changed_keys(old: RunConfig, new: RunConfig) -> list[str]:

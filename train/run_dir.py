@@ -9,6 +9,7 @@
         checkpoints/      step-N, each complete or absent
         evals/            step-N.json
         failures/         what is needed to reproduce a step that went wrong
+        bad_steps.jsonl   steps whose loss was not finite or spiked, with the attempt that met them
         logs/<attempt>/   output of each rank
         tensorboard/ wandb/ wandb_id
         control/          `stop` and `save`: touch one and the run obeys at its next step
@@ -97,6 +98,7 @@ class RunDir:
         self.checkpoints = self.path / "checkpoints"
         self.evals = self.path / "evals"
         self.failures = self.path / "failures"
+        self.bad_steps = self.path / "bad_steps.jsonl"
         self.logs = self.path / "logs"
         self.tensorboard = self.path / "tensorboard"
         self.wandb = self.path / "wandb"

@@ -85,6 +85,12 @@ TABLE: dict[str, tuple[list[Line], tuple[int, Any, bool, int], tuple[str, int], 
         ("again", 0),
         "status 1",
     ),
+    "the reason of the last attempt is told when a run is given up": (
+        [*SECOND_CRASH, start(3, 0, restart=1), end(3, reason="step 7: loss is nan")],
+        (1, None, False, 0),
+        ("give-up", 3),
+        "the last: step 7: loss is nan",
+    ),
     "killed attempts count: they have no end": (
         [start(1, 5), start(2, 5, restart=1), start(3, 5, restart=2), end(3)],
         (1, None, False, 5),

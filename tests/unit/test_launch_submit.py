@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import shlex
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
 
 from launch.cli import main
-from launch.submit import ROOT, freeze, read_phases, with_experiment
-from train.config import ConfigError
-from train.run_dir import RunDir
+from launch.submit import ROOT, disk_problems, freeze, read_phases, with_experiment
+from train.config import ConfigError, compose
+from train.run_dir import RunDir, write_atomic
 
 
 def test_words_before_the_first_phase_go_to_all_and_words_after_it_to_that_one() -> None:
@@ -67,8 +68,19 @@ def test_the_machine_of_the_configuration_is_asked_for(capsys: pytest.CaptureFix
 def test_a_chain_waits_for_a_good_end(capsys: pytest.CaptureFixture[str]) -> None:
     first, second, third = dry_run(capsys, "phase1", "phase2", "sft")
     assert not any("dependency" in word for word in first)
-    assert "--dependency=afterok:<phase1's job>" in second
-    assert "--dependency=afterok:<phase2's job>" in third
+    assert "--dependency=afterok:<phase1 job>" in second
+    assert "--dependency=afterok:<phase2 job>" in third
+
+
+def test_evaluation_is_submitted_beside_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    _, evaluation = dry_run(capsys, "phase1", "--evals=core,code")
+    assert evaluation[-3:] == [
+        str(ROOT / "launch" / "eval.slurm"),
+        f"run={ROOT}/runs/phase1",
+        "suite=core,code",
+    ]
+    assert "--dependency=after:<phase1 job>" in evaluation
+    assert not any("comment" in word for word in evaluation), "it would count as the run's own job"
 
 
 def test_wrong_configurations_are_refused_before_anything_is_written(
@@ -79,6 +91,25 @@ def test_wrong_configurations_are_refused_before_anything_is_written(
     assert main(["submit", "phase2", "phase1", "--dry-run"]) == 2
     assert "phase2: train.init_from=phase1 is not submitted before it" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+def test_checkpoints_that_do_not_fit_the_disk_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs share the disk; what one of them has written already counts."""
+    words = ["experiment=smoke_phase1", f"runs={tmp_path}", "checkpoint.keep_latest=2"]
+    configs = [compose([*words, f"name={name}"]) for name in ("a", "deeper/b")]
+    size = configs[0].checkpoint_bytes
+    assert [config.most_checkpoints for config in configs] == [4, 4]
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: usage(8 * size))
+    assert disk_problems(configs) == []
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: usage(7 * size))
+    [problem] = disk_problems(configs)
+    assert f"{8 * size / 1e9:.1f} GB" in problem
+    assert str(tmp_path) in problem
+    write_atomic(tmp_path / "a" / "checkpoints" / "step-1" / "manifest.json", "{}")
+    assert disk_problems(configs) == []
 
 
 def test_frozen_code_is_replaced_only_where_it_differs(tmp_path: Path) -> None:
