@@ -32,6 +32,9 @@ USAGE = """usage: python -m launch VERB …
       One table of runs: state, attempts, step, tokens, speed, time left, goodput, last checkpoint, scores; below it
       why a run was given up or waits.
 
+  watch RUN-DIRECTORY [--once]
+      One run, live in the terminal: progress, curves, mixture, attempts, scores. --once prints it once.
+
   plan experiment=NAME [key=value …] [tokens_per_second_per_rank=] [save_seconds=10] [recovery_minutes=10] [plot=FILE]
       Days, disk, the best checkpoint interval and the goodput for several failure rates, in closed form and
       simulated; with plot=, goodput up to 16k GPUs.
@@ -109,6 +112,14 @@ def run_status(words: list[str], switches: list[str]) -> int:
     return status(Path(keys.get("runs", "runs")), [word for word in words if "=" not in word])
 
 
+def run_watch(words: list[str], switches: list[str]) -> int:
+    from launch.watch import watch
+
+    if len(words) != 1:
+        raise ConfigError([f"watch takes one run directory, got: {' '.join(words) or 'nothing'}"])
+    return watch(Path(words[0]), once="--once" in only(switches, {"--once"}))
+
+
 def run_plan(words: list[str], switches: list[str]) -> int:
     from rich.console import Console
 
@@ -146,6 +157,7 @@ VERBS: dict[str, Callable[[list[str], list[str]], int]] = {
     "smoke": run_smoke,
     "submit": run_submit,
     "status": run_status,
+    "watch": run_watch,
     "plan": run_plan,
     "prepare": run_prepare,
     "begin": run_begin,
