@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from eval.code import KEYS as CODE_KEYS
 from eval.suite import Key, Suite
 
 Values = dict[str, str]
@@ -102,32 +103,39 @@ def number(key: str, text: str) -> int:
 
 def make_suites(values: Values, switches: set[str]) -> list[Suite]:
     """The suites that suite=a,b names, with the settings of this command line."""
-    from eval.core import core_suite
-    from eval.core_prompts import RULES
-
-    makers: dict[str, Callable[[], Suite]] = {}
-
-    def add_core(name: str) -> None:
-        rules = {rule: rule for rule in RULES}.get(values["rules"])
-        if rules is None:
-            raise ValueError(f"rules={values['rules']} must be one of {', '.join(RULES)}")
-        makers[name] = lambda: core_suite(
-            name,
-            Path(values["data"]) if values["data"] else None,
-            rules=rules,
-            limit=number("limit", values["limit"]) if values["limit"] else None,
-            only=tuple(task for task in values["tasks"].split(",") if task),
-            batch_tokens=number("batch_tokens", values["batch_tokens"]) if values["batch_tokens"] else None,
-            trust_remote_code=TRUST in switches,
-        )
-
-    for name in ("core", "builtin"):
-        add_core(name)
+    makers: dict[str, Callable[[], Suite]] = {
+        "core": lambda: _core("core", values, switches),
+        "builtin": lambda: _core("builtin", values, switches),
+        "code": lambda: _code(values, switches),
+    }
     names = [name for name in values["suite"].split(",") if name]
     unknown = [name for name in names if name not in makers]
     if unknown or not names:
         raise ValueError(f"suite={values['suite']} must name some of {', '.join(makers)}")
     return [makers[name]() for name in names]
+
+
+def _core(name: str, values: Values, switches: set[str]) -> Suite:
+    from eval.core import core_suite
+    from eval.core_prompts import RULES
+
+    if values["rules"] not in RULES:
+        raise ValueError(f"rules={values['rules']} must be one of {', '.join(RULES)}")
+    return core_suite(
+        name,
+        Path(values["data"]) if values["data"] else None,
+        rules=values["rules"],
+        limit=number("limit", values["limit"]) if values["limit"] else None,
+        only=tuple(task for task in values["tasks"].split(",") if task),
+        batch_tokens=number("batch_tokens", values["batch_tokens"]) if values["batch_tokens"] else None,
+        trust_remote_code=TRUST in switches,
+    )
+
+
+def _code(values: Values, switches: set[str]) -> Suite:
+    from eval.code import make_suite
+
+    return make_suite(values, TRUST in switches)
 
 
 def _score(values: Values, switches: set[str]) -> int:
@@ -189,11 +197,17 @@ def _compare(values: Values, switches: set[str]) -> int:
 
 
 def _fetch(values: Values, _: set[str]) -> int:
+    if values["what"] == "code":
+        from eval.code import fetch_code
+
+        for path in fetch_code(Path(values["data"] or "data/evalplus")):
+            _say(f"{path}: there")
+        return 0
+    if values["what"] != "core":
+        raise ValueError(f"what={values['what']}: core or code can be fetched")
     from eval.fetch import fetch_core
 
-    if values["what"] != "core":
-        raise ValueError(f"what={values['what']}: only core can be fetched")
-    return 1 if fetch_core(values["source"], Path(values["data"]), _say) else 0
+    return 1 if fetch_core(values["source"], Path(values["data"] or "data/core"), _say) else 0
 
 
 SOURCE = "https://raw.githubusercontent.com/mosaicml/llm-foundry/v0.9.0/scripts/eval/local_data"
@@ -207,7 +221,7 @@ VERBS = {
         {
             "checkpoint": Key("", "a complete checkpoint directory, or a Hugging Face folder"),
             "run": Key("", "with --follow: the run directory"),
-            "suite": Key("core", "core, builtin (small, needs no data), or several: core,builtin"),
+            "suite": Key("core", "core, builtin (small, needs no data), code, or several: core,code"),
             "data": Key("", "core: folder with the task files (`python -m eval fetch core`)"),
             "limit": Key("", "core: at most so many items a task, always the same ones"),
             "tasks": Key("", "core: only these, separated by commas"),
@@ -218,6 +232,7 @@ VERBS = {
             "processes": Key("1", "share the items among so many processes, one per GPU"),
             "batch_tokens": Key("", "tokens in one forward pass (4096 on CPU, 65536 on GPU)"),
             "poll": Key("30", "with --follow: seconds between two looks at the run"),
+            **CODE_KEYS,
         },
         {
             FOLLOW: "score every complete checkpoint of run=, in order, until the run is DONE",
@@ -233,12 +248,12 @@ VERBS = {
         positional=("scores",),
     ),
     "fetch": Verb(
-        "bring the CORE task files into a folder, checked by their SHA-256",
+        "bring the task files of core, or those of code, into a folder, checked",
         _fetch,
         {
-            "what": Key("core", "core"),
-            "data": Key("data/core", "the folder"),
-            "source": Key(SOURCE, "a URL (https:// or file://) with llm-foundry's layout, or flat"),
+            "what": Key("core", "core or code"),
+            "data": Key("", "the folder; default: data/core, or data/evalplus"),
+            "source": Key(SOURCE, "core: a URL (https:// or file://) with llm-foundry's layout, or flat"),
         },
         positional=("what",),
     ),

@@ -73,4 +73,4 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fetch", "core", f"data={tmp_path / 'target'}", f"source={tmp_path.as_uri()}"]) == 1
     assert "copa.jsonl: not fetched" in capsys.readouterr().out
     assert main(["fetch", "mmlu", f"data={tmp_path}"]) == 2
-    assert "only core" in capsys.readouterr().err
+    assert "core or code can be fetched" in capsys.readouterr().err
