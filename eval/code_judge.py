@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import secrets
 import threading
 from collections.abc import Callable, Iterable
@@ -48,6 +49,9 @@ LARGE = {  # 780 MB of expected outputs; one run at a time
     "Mbpp/255": replace(LIMITS, memory=12288 * MIB, tmp_size=1024 * MIB, file_size=1024 * MIB),
 }
 UNCONTROLLED = frozenset({"are_equivalent", "sum_div", "surface_Area", "digit_distance_nums"})
+MOST_WORKERS = (
+    16  # by default: more make the host's share of the work the bottleneck, and time limits tighter
+)
 MIN_TIME_LIMIT = 4.0  # seconds for one test
 
 
@@ -104,8 +108,8 @@ class Judge:
         self.environment = environment
         self.benchmark = benchmark
         self.limits = limits
-        self.workers = workers or len(os.sched_getaffinity(0))
-        self._program = JUDGE.read_bytes()
+        self.workers = workers or min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+        self.program = JUDGE.read_bytes()
         self._large = threading.Lock()
         self._answered: dict[str, str] = {}
         self._answered_lock = threading.Lock()
@@ -130,8 +134,12 @@ class Judge:
                 raise
 
         with ThreadPoolExecutor(self.workers) as pool:
-            for future in [pool.submit(step, solution) for solution in solutions]:
-                future.result()
+            try:
+                for future in [pool.submit(step, solution) for solution in solutions]:
+                    future.result()
+            except BaseException:  # an interrupt comes here and not to the workers
+                failed.set()
+                raise
 
     def _judge_one(self, solution: Solution) -> Verdict:
         problem = self.benchmark.problems[solution.task_id]
@@ -142,9 +150,10 @@ class Judge:
             refused = f"its run ended without a verdict ({_ending(finished)})"
             self._reference_must_answer(problem)
         elif answer.get("base") == "pass" and problem.row["entry_point"] not in UNCONTROLLED:
-            finished, control = self._run(problem, solution, control=True)
+            same = Solution(solution.task_id, answer["judged"], sanitize=False)
+            finished, control = self._run(problem, same, control=True)
             seconds += finished.seconds
-            if control.get("base") != "fail" and control.get("base") != "timeout":
+            if control.get("base") not in ("fail", "timeout"):
                 refused = "it passes with altered expected outputs too"
         return Verdict(
             solution.sha256,
@@ -181,7 +190,7 @@ class Judge:
             "control": control,
             "min_time_limit": MIN_TIME_LIMIT,
         }
-        room = self.environment.room({"/in/judge.py": self._program}, json.dumps(task).encode())
+        room = self.environment.room({"/in/judge.py": self.program}, json.dumps(task).encode())
         command = [self.environment.python, "-s", "-P", "/in/judge.py", nonce]
         if problem.task_id not in LARGE:
             finished = run(command, room, self.limits)
@@ -203,10 +212,11 @@ def _answer(finished: Finished, nonce: str) -> dict[str, Any]:
 
 
 def _ending(finished: Finished) -> str:
-    last = finished.stderr.decode(errors="replace").strip().rpartition("\n")[2][-300:]
     if finished.ended != "exit":
         return f"over the limit of the sandbox: {finished.ended}"
-    return f"exit code {finished.code}{last and ': '}{last}"
+    lines = re.split(r"[\r\n]+", finished.stderr.decode(errors="replace").strip())
+    said = [line for line in lines if line and not re.search(r"\d+(it|/\d+) \[", line)]  # no progress bars
+    return f"exit code {finished.code}" + "".join(f": {line[-300:]}" for line in said[-1:])
 
 
 def preflight(judge: Judge, cache: Path, say: Callable[[str], None] = print) -> dict[str, Any]:
@@ -218,7 +228,7 @@ def preflight(judge: Judge, cache: Path, say: Callable[[str], None] = print) -> 
     benchmark = judge.benchmark
     what = [
         sorted(judge.environment.packages.items()), benchmark.sha256, judge.limits, MIN_TIME_LIMIT,
-        hashlib.sha256(judge._program).hexdigest(),
+        hashlib.sha256(judge.program).hexdigest(),
     ]  # fmt: skip
     key = hashlib.sha256(repr(what).encode()).hexdigest()[:16]
     file = cache / f"preflight-{benchmark.name}-{key}.json"

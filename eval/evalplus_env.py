@@ -80,14 +80,16 @@ def setup(folder: Path = FOLDER, say: Callable[[str], None] = print) -> Environm
         return environment(folder)
     except EvalplusMissing as missing:
         say(f"{missing.args[0].rpartition(':')[0]}: making it (1 to 2 minutes, 0.9 GB)")
-    subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+    # Without links on the way: the sandbox holds the installation at this path alone.
+    interpreter = Path(sys.executable).resolve()
+    subprocess.run([str(interpreter), "-m", "venv", "--clear", str(folder)], check=True)
     (folder / ".gitignore").write_text("*\n")
     pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
     subprocess.run([*pip, "install", "--quiet", PIN], check=True)
     listed = subprocess.run([*pip, "list", "--format=json"], check=True, capture_output=True).stdout
     stamp = {
         "pin": PIN,
-        "base": sys.base_prefix,
+        "base": str(interpreter.parents[1]),
         "python": sys.version.split()[0],
         "packages": {package["name"]: package["version"] for package in json.loads(listed)},
     }

@@ -214,7 +214,7 @@ def test_cheats_do_not_pass_and_touch_no_other_verdict(builtin: Judge) -> None:
         "replaces the comparison",
     }
     assert "tampered with" in verdicts["writes the results file"].refused
-    assert "without a verdict" in verdicts["ends the runner"].refused
+    assert verdicts["ends the runner"].refused == "its run ended without a verdict (exit code 137)"
 
 
 def test_the_sanitizer_is_the_official_one(builtin: Judge) -> None:
@@ -323,7 +323,7 @@ def test_a_machine_that_cannot_judge_gives_no_verdict(
 ) -> None:
     """Not even failures: the reference solution gets none either."""
     judge = Judge(builtin.environment, builtin.benchmark)
-    monkeypatch.setattr(judge, "_program", b"raise SystemExit(3)")
+    monkeypatch.setattr(judge, "program", b"raise SystemExit(3)")
     with pytest.raises(JudgeError, match="neither a solution of Builtin/0 nor its reference"):
         judged(judge, {"it": ("Builtin/0", ADD)})
 

@@ -12,10 +12,10 @@ from typing import cast
 import pytest
 
 from eval import code_data
-from eval.code_score import CodeSettings, chosen_tasks, score_code
 from eval.code_data import fetch, load
 from eval.code_judge import Judge, Solution, Verdict
 from eval.code_prompts import chat_renderer, prompt, solution, stops
+from eval.code_score import CodeSettings, chosen_tasks, score_code
 from eval.pass_at_k import estimate, pass_at_k, wilson
 
 ROOT = Path(__file__).resolve().parents[2]

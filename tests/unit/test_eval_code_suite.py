@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from eval import code
 from eval.code import KEYS, make_suite
 from eval.code_generate import HuggingFaceGenerator, LaneformerGenerator, load_generator
 from eval.code_judge import JudgeError, Solution, Verdict
-from eval.evalplus_env import Environment, EvalplusMissing
+from eval.evalplus_env import PIN, STAMP, Environment, EvalplusMissing, environment, setup
 from eval.sandbox import SandboxUnavailable
 from eval.suite import Job
 from model.decode import Sampling, generate
@@ -189,7 +191,28 @@ def test_it_is_not_run_without_all_it_needs(
     result = make_suite(BUILTIN).run(job)
     assert result.scores == {}
     assert result.not_run is not None
-    import re
-
     assert re.search(reason, result.not_run, re.S)
     assert not job.folder.exists()
+
+
+def write_stamp(folder: Path, **changes: Any) -> None:
+    stamp = {"pin": PIN, "base": str(folder), "python": "3.11", "packages": {"evalplus": "0.3.1"}, **changes}
+    folder.mkdir(exist_ok=True)
+    (folder / STAMP).write_text(json.dumps(stamp))
+
+
+def test_an_environment_is_taken_when_it_is_complete(tmp_path: Path) -> None:
+    with pytest.raises(EvalplusMissing, match="there is no evalplus environment"):
+        environment(tmp_path)
+    write_stamp(tmp_path, pin="evalplus==0.2.0")
+    with pytest.raises(EvalplusMissing, match=f"holds evalplus==0.2.0 and {PIN} is needed: make"):
+        environment(tmp_path)
+    write_stamp(tmp_path, base=str(tmp_path / "gone"))
+    with pytest.raises(EvalplusMissing, match="gone, which is gone: make setup-evalplus"):
+        environment(tmp_path)
+    write_stamp(tmp_path)
+    found = setup(tmp_path, say=pytest.fail)
+    assert found.python == str(tmp_path / "bin" / "python")
+    room = found.room({"/in/a": b""}, b"words")
+    assert room.bind == {tmp_path: str(tmp_path)}
+    assert (room.stdin, room.environment["PYTHONHASHSEED"]) == (b"words", "0")
