@@ -215,7 +215,7 @@ def _collect(parts: list[tuple[torch.Tensor, torch.Tensor]], counts: list[int]) 
 
 
 def default_batch_tokens(device: torch.device) -> int:
-    return 65536 if device.type == "cuda" else 4096
+    return 16384 if device.type == "cuda" else 4096
 
 
 def is_run_checkpoint(path: Path) -> bool:

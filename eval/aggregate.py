@@ -32,8 +32,8 @@ def mean_centred(accuracies: Mapping[str, float], tasks: Mapping[str, Task], ver
 
 
 def aggregate(accuracies: Mapping[str, float]) -> dict[str, Any]:
-    """{"core": {"v1", "v2"}} of all 22 accuracies (fractions), or {"missing": […]}, with core_21 where only
-    SQuAD is missing. Raises ValueError on unknown tasks and on values outside 0..1."""
+    """{"core_v1", "core_v2"} of all 22 accuracies (fractions), else {"missing": […]}, with core_21_v1 and
+    core_21_v2 where only SQuAD is missing. Raises ValueError on unknown tasks and on values outside 0..1."""
     unknown = sorted(set(accuracies) - set(CORE))
     if unknown:
         raise ValueError(f"unknown tasks {', '.join(unknown)}; CORE has {', '.join(CORE)}")
@@ -45,11 +45,10 @@ def aggregate(accuracies: Mapping[str, float]) -> dict[str, Any]:
     if outside:
         raise ValueError(f"accuracies must be fractions between 0 and 1: {', '.join(outside)}")
     missing = [name for name in CORE if name not in accuracies]
-    means = {v: mean_centred(accuracies, CORE, v) for v in VERSIONS} if accuracies else {}
     if not missing:
-        return {"core": means}
+        return {f"core_{v}": mean_centred(accuracies, CORE, v) for v in VERSIONS}
     if missing == ["squad"]:
-        return {"missing": missing, "core_21": means}
+        return {"missing": missing, **{f"core_21_{v}": mean_centred(accuracies, CORE, v) for v in VERSIONS}}
     return {"missing": missing}
 
 
@@ -77,8 +76,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Rows of `aggregate_file` for reading."""
     lines = []
     for row in rows:
-        label = "core" if "core" in row else "core_21"
-        numbers = "  ".join(f"{label} {v} {row[label][v]:.6f}" for v in VERSIONS) if label in row else ""
-        missing = f"no CORE: {', '.join(row['missing'])} missing" if "missing" in row else ""
-        lines.append(f"{row['name']}: {'; '.join(part for part in (numbers, missing) if part)}")
+        parts = [f"{key} {value:.6f}" for key, value in row.items() if key not in ("name", "missing")]
+        if "missing" in row:
+            parts.append(f"no CORE: {', '.join(row['missing'])} missing")
+        lines.append(f"{row['name']}: {'  '.join(parts)}")
     return "\n".join(lines)

@@ -230,7 +230,7 @@ VERBS = {
             "device": Key("auto", "cpu or cuda"),
             "dtype": Key("auto", "float32 (default on CPU), bfloat16 (default on GPU) or float16"),
             "processes": Key("1", "share the items among so many processes, one per GPU"),
-            "batch_tokens": Key("", "tokens in one forward pass (4096 on CPU, 65536 on GPU)"),
+            "batch_tokens": Key("", "tokens in one forward pass (4096 on CPU, 16384 on GPU)"),
             "poll": Key("30", "with --follow: seconds between two looks at the run"),
             **CODE_KEYS,
         },
