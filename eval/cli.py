@@ -123,7 +123,7 @@ def _core(name: str, values: Values, switches: set[str]) -> Suite:
         raise ValueError(f"rules={values['rules']} must be one of {', '.join(RULES)}")
     return core_suite(
         name,
-        Path(values["data"]) if values["data"] else None,
+        Path(values["data"]),
         rules=values["rules"],
         limit=number("limit", values["limit"]) if values["limit"] else None,
         only=tuple(task for task in values["tasks"].split(",") if task),
@@ -222,7 +222,9 @@ VERBS = {
             "checkpoint": Key("", "a complete checkpoint directory, or a Hugging Face folder"),
             "run": Key("", "with --follow: the run directory"),
             "suite": Key("core", "core, builtin (small, needs no data), code, or several: core,code"),
-            "data": Key("", "core: folder with the task files (`python -m eval fetch core`)"),
+            "data": Key(
+                "data/core", "core: folder with the task files (`python -m eval fetch core` fills it)"
+            ),
             "limit": Key("", "core: at most so many items a task, always the same ones"),
             "tasks": Key("", "core: only these, separated by commas"),
             "rules": Key("dclm", "core: dclm, or nanochat's prompts"),

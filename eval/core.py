@@ -93,14 +93,10 @@ class CoreSuite:
         return SuiteResult(headline(self, tasks), tasks, notes=_notes(self, tasks))
 
 
-def core_suite(name: str, data: Path | None, **options: Any) -> CoreSuite:
+def core_suite(name: str, data: Path, **options: Any) -> CoreSuite:
     """The suite "core" over a data folder, or "builtin", which is small and so always scored whole."""
     if name == "builtin":
         return CoreSuite(name, BUILTIN, BUILTIN_FOLDER, **options | {"limit": None, "only": ()})
-    if data is None:
-        raise ValueError(
-            "suite=core needs data=FOLDER with the task files; `python -m eval fetch core` gets them"
-        )
     return CoreSuite(name, CORE, data, **options)
 
 
