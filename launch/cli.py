@@ -35,6 +35,9 @@ USAGE = """usage: python -m launch VERB …
   watch RUN-DIRECTORY [--once]
       One run, live in the terminal: progress, curves, mixture, attempts, scores. --once prints it once.
 
+  dashboard RUN-DIRECTORY [--follow]
+      The same and more as one HTML file, RUN-DIRECTORY/dashboard.html; --follow draws it again every minute.
+
   plan experiment=NAME [key=value …] [tokens_per_second_per_rank=] [save_seconds=10] [recovery_minutes=10] [plot=FILE]
       Days, disk, the best checkpoint interval and the goodput for several failure rates, in closed form and
       simulated; with plot=, goodput up to 16k GPUs.
@@ -120,6 +123,14 @@ def run_watch(words: list[str], switches: list[str]) -> int:
     return watch(Path(words[0]), once="--once" in only(switches, {"--once"}))
 
 
+def run_dashboard(words: list[str], switches: list[str]) -> int:
+    from launch.dashboard import dashboard
+
+    if len(words) != 1:
+        raise ConfigError([f"dashboard takes one run directory, got: {' '.join(words) or 'nothing'}"])
+    return dashboard(Path(words[0]), follow="--follow" in only(switches, {"--follow"}))
+
+
 def run_plan(words: list[str], switches: list[str]) -> int:
     from rich.console import Console
 
@@ -158,6 +169,7 @@ VERBS: dict[str, Callable[[list[str], list[str]], int]] = {
     "submit": run_submit,
     "status": run_status,
     "watch": run_watch,
+    "dashboard": run_dashboard,
     "plan": run_plan,
     "prepare": run_prepare,
     "begin": run_begin,

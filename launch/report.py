@@ -252,26 +252,34 @@ def write_report(
     rows.append(["all", f"{sum(stage['seconds'] for stage in stages):.1f}"])
     sections.append(("Time", table(["stage", "seconds"], rows), None))
 
-    lines, page = ["# Report"], []
+    lines = ["# Report"]
     for title, text, picture in sections:
         lines.append(f"## {title}\n\n{text}")
-        page.append(f"<h2>{title}</h2>{markdown(text, extensions=EXTENSIONS)}")
         if picture:
             name = f"report-{title.lower().replace(' ', '-')}.png"
             (folder / name).write_bytes(picture)
             lines[-1] += f"![{title}]({name})"
-            page.append(
-                f'<img alt="{title}" src="data:image/png;base64,{base64.b64encode(picture).decode()}">'
-            )
     write_atomic(folder / "report.md", "\n\n".join(lines) + "\n")
-    write_atomic(folder / "report.html", PAGE.format(body="\n".join(page)))
+    write_atomic(folder / "report.html", html_page("Report", sections))
     return folder / "report.html"
 
 
+def html_page(title: str, sections: list[tuple[str, str, bytes | None]], refresh: int | None = None) -> str:
+    """One HTML file of (heading, Markdown text, picture) sections; reloads every `refresh` seconds, if given."""
+    body = []
+    for heading, text, picture in sections:
+        body.append(f"<h2>{heading}</h2>{markdown(text, extensions=EXTENSIONS)}")
+        if picture:
+            data = base64.b64encode(picture).decode()
+            body.append(f'<img alt="{heading}" src="data:image/png;base64,{data}">')
+    again = f'<meta http-equiv="refresh" content="{refresh}">' if refresh else ""
+    return PAGE.format(title=title, refresh=again, body="\n".join(body))
+
+
 EXTENSIONS = ["tables", "fenced_code"]
-PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Report</title><style>
+PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8">{refresh}<title>{title}</title><style>
 body{{font:15px/1.5 system-ui,sans-serif;max-width:920px;margin:2em auto;padding:0 1em;color:#222}}
 table{{border-collapse:collapse}}td,th{{border-bottom:1px solid #ddd;padding:.3em .8em;text-align:left}}
 img{{max-width:100%}}pre{{background:#f5f5f5;padding:.8em;overflow-x:auto;white-space:pre-wrap}}
-</style></head><body><h1>Report</h1>{body}</body></html>
+</style></head><body><h1>{title}</h1>{body}</body></html>
 """

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.tools.logging import init_logger, logger
 
+from train.bad_steps import BadSteps
 from train.config import RunConfig
 from train.run_dir import RunDir
 from train.titan import trainer_config
-from train.trainer import LaneformerTrainer, NonFiniteError
+from train.trainer import BadStepError, LaneformerTrainer
 from train.watchdog import Watchdog
 
 
@@ -24,11 +25,14 @@ def train_session(config: RunConfig, run: RunDir, init_from: Path | None, attemp
     trainer: LaneformerTrainer | None = None
     try:
         watchdog = Watchdog(config.cluster, run, attempt, rank)
-        trainer = LaneformerTrainer(trainer_config(config, run, init_from), run=run, watchdog=watchdog)
+        bad_steps = BadSteps(config.stability, run, attempt)
+        trainer = LaneformerTrainer(
+            trainer_config(config, run, init_from), run=run, watchdog=watchdog, bad_steps=bad_steps
+        )
         outcome = trainer.train()
         trainer.close()
     except (Exception, CheckpointException) as error:  # the latter is a BaseException
-        if isinstance(error, NonFiniteError):
+        if isinstance(error, BadStepError):
             logger.error(str(error))
         else:
             logger.exception("The attempt failed")

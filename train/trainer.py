@@ -27,6 +27,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from model.laneformer import Laneformer
+from train.bad_steps import BadSteps
 from train.checkpoint import RunCheckpointer
 from train.loader import MixtureDataLoader
 from train.metrics import RunMetrics, peak_memory_gib
@@ -37,8 +38,8 @@ from train.watchdog import Watchdog
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
-class NonFiniteError(RuntimeError):
-    """A loss or gradient that is not a finite number. The weights are those before the step."""
+class BadStepError(RuntimeError):
+    """A loss or gradient that is not a finite number, or a loss that spikes. The weights are those before it."""
 
 
 def token_losses(pred_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
@@ -104,10 +105,11 @@ class LaneformerTrainer(Trainer):
 
     dataloader: MixtureDataLoader  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, config: Trainer.Config, *, run: RunDir, watchdog: Watchdog):
+    def __init__(self, config: Trainer.Config, *, run: RunDir, watchdog: Watchdog, bad_steps: BadSteps):
         super().__init__(config)
         self.run = run
         self.watchdog = watchdog
+        self.bad_steps = bad_steps
         self.sources = sources = self.dataloader.sources
         self.model = cast(Laneformer, self.model_parts[0])
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -134,14 +136,16 @@ class LaneformerTrainer(Trainer):
         for batch in batches:
             self._forward_backward(batch, global_valid, tally_2K, rows_K)
         loss, requests = self._reduce_tally(tally_2K, rows_K)
-        grad_norm = float("nan")
-        if math.isfinite(loss):
+        problem, grad_norm = self.bad_steps.judge(loss), float("nan")
+        if problem is None:
             grad_norm = float(
                 dist_utils.clip_grad_norm_(self.parameters, self.config.training.max_norm, foreach=True)
             )
+            if not math.isfinite(grad_norm):
+                problem = f"gradient norm is {grad_norm} (loss {loss:.4f})"
         times.forward_backward, clock = time.perf_counter() - clock, time.perf_counter()
-        if not math.isfinite(grad_norm):
-            self._stop_non_finite(loss, grad_norm, tally_2K, batches, position_before)
+        if problem is not None:
+            self._stop_at_bad_step(problem, tally_2K, batches, position_before)
 
         self.checkpointer.maybe_wait_for_staging()
         self.optimizers.step()
@@ -203,10 +207,30 @@ class LaneformerTrainer(Trainer):
             dist.all_reduce(value)
         return value
 
-    def _stop_non_finite(
+    def _pass_over_step(self, data_iterator: Iterator[Batch]) -> Requests:
+        """A step that was bad before: its sequences are read and counted, the weights stay, the schedule goes on."""
+        tally_2K = torch.zeros(2, len(self.sources), dtype=torch.float64, device=self.device)
+        rows_K = torch.zeros(len(self.sources), dtype=torch.int64, device=self.device)
+        for _ in range(self.gradient_accumulation_steps):
+            source_B = next(data_iterator)[0]["source"]
+            rows_K += torch.bincount(source_B, minlength=len(self.sources)).to(self.device)
+        _, requests = self._reduce_tally(tally_2K, rows_K)
+        self.lr_schedulers.step()
+        for source, sequences in zip(self.sources, rows_K.tolist(), strict=True):
+            self.consumed_sequences[source] += sequences
+        self.ntokens_seen += sum(rows_K.tolist()) * self.config.training.seq_len
+        logger.warning(f"step {self.step} is passed over: it was bad in two attempts; see bad_steps.jsonl")
+        sequences = dict(zip(self.sources, rows_K.tolist(), strict=True))
+        self.metrics_processor.log_row(
+            "passed_over",
+            self.step,
+            {f"passed_over/{source}/sequences": n for source, n in sequences.items()},
+        )
+        return requests
+
+    def _stop_at_bad_step(
         self,
-        loss: float,
-        grad_norm: float,
+        problem: str,
         tally_2K: torch.Tensor,
         batches: list[Batch],
         position_before: dict[str, Any],
@@ -229,24 +253,20 @@ class LaneformerTrainer(Trainer):
         if dist.get_rank() == 0:
             report = {
                 "step": step,
-                "loss": loss,
-                "grad_norm": grad_norm,
+                "problem": problem,
                 "loss_by_source": losses,
                 "position": position_before["position"],
                 "batch": "batch-rank<rank>-<micro-batch>.npz: input, positions, source, labels",
                 "state": "checkpoint: everything before the step; copy it to checkpoints/step-<step - 1> to resume",
             }
             write_atomic(folder / "report.json", json.dumps(report, indent=1))
+            self.bad_steps.record(step, problem)
         self.step -= 1
         self.dataloader.load_state_dict(position_before)
-        self.checkpointer.save_now(folder / "checkpoint")
-        what = (
-            f"loss is {loss}"
-            if not math.isfinite(loss)
-            else f"gradient norm is {grad_norm} (loss {loss:.4f})"
-        )
-        raise NonFiniteError(
-            f"step {step}: {what}; "
+        if not (folder / "checkpoint").exists():  # it does when an earlier attempt met the same step
+            self.checkpointer.save_now(folder / "checkpoint")
+        raise BadStepError(
+            f"step {step}: {problem}; "
             + (f"not finite in: {', '.join(guilty)}; " if guilty else "")
             + f"sources in the batch: {', '.join(losses)}; written for reproduction: {folder}"
         )
@@ -265,6 +285,10 @@ class LaneformerTrainer(Trainer):
         while self.step < total and not requests.stop:
             self.step += 1
             self.gc_handler.run(self.step)
+            if self.step in self.bad_steps.passed_over:
+                requests = self._pass_over_step(data_iterator)
+                self._save(requests)
+                continue
             with self.watchdog.step(self.step):
                 row, requests = self.train_step(data_iterator)
             row["seconds/checkpoint"] = self._save(requests)
@@ -329,6 +353,7 @@ class LaneformerTrainer(Trainer):
             "ntokens_seen": self.ntokens_seen,
             "consumed_sequences": dict(self.consumed_sequences),
             "consumed_tokens": dict(self.consumed_tokens),
+            "recent_losses": self.bad_steps.state(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -336,3 +361,4 @@ class LaneformerTrainer(Trainer):
         self.ntokens_seen = state_dict["ntokens_seen"]
         self.consumed_sequences = dict(state_dict["consumed_sequences"])
         self.consumed_tokens = dict(state_dict["consumed_tokens"])
+        self.bad_steps.load_state(state_dict["recent_losses"])

@@ -53,6 +53,7 @@ def log_steps(run: RunDir, first: int, last: int, begun: float) -> None:
             "seconds/step": SECONDS_PER_STEP,
             "data/prose/sequences": 8 * step,
             "data/code/sequences": 8 * step,
+            "data/reasoning/sequences": 0,
         }
         append_line(run.metrics, row)
 

@@ -76,6 +76,10 @@ WRONG = {
         ["milestone_every_steps=75", "every_steps=50"],
     ),
     "keep no checkpoint": (["checkpoint.keep_latest=0"], ["checkpoint.keep_latest=0"]),
+    "no failed save allowed": (["checkpoint.max_failed_saves=0"], ["checkpoint.max_failed_saves=0"]),
+    "hang before it began": (["cluster.hang_seconds=-1"], ["hang_seconds=-1.0"]),
+    "spike window of one step": (["stability.spike_window=1"], ["stability.spike_window=1"]),
+    "steps to skip": (["stability.skip_steps=-1"], ["stability.skip_steps=-1"]),
     "model heads and lanes": (["model.num_lanes=5"], ["num_lanes", "5"]),
     "mixture weights": (["data.weights.prose=0.9"], ["weights", "1"]),
     "later phase from nowhere": (
