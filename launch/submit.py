@@ -168,6 +168,8 @@ def submit(
     problems = chain_problems(phases, configs)
     if not (dry_run or test_only):
         problems += disk_problems(configs)
+    if not dry_run and shutil.which("sbatch") is None:
+        problems.append("sbatch is not installed here: submit on a machine with Slurm, or use --dry-run")
     if problems:
         raise ConfigError(problems)
     before: str | None = None

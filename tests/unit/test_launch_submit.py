@@ -112,6 +112,12 @@ def test_checkpoints_that_do_not_fit_the_disk_are_refused(
     assert disk_problems(configs) == []
 
 
+def test_a_machine_without_slurm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("shutil.which", lambda program: None)
+    assert main(["submit", "phase1", "--test-only"]) == 2
+    assert "sbatch is not installed here" in capsys.readouterr().err
+
+
 def test_frozen_code_is_replaced_only_where_it_differs(tmp_path: Path) -> None:
     root, run = tmp_path / "root", RunDir(tmp_path / "runs" / "a")
     (root / "train" / "__pycache__").mkdir(parents=True)
