@@ -46,9 +46,16 @@ class Attempt:
     begun: float  # Unix time
     facts: Mapping[str, Any]
     ended: float | None = None
-    outcome: str | None = None  # done, stopped, failed; None: killed before it could say, or running
+    outcome: str | None = (
+        None  # done, stopped, ended by the scheduler, failed; None: killed before it could say
+    )
     step: int | None = None  # where it ended
     reason: str | None = None
+
+    @property
+    def crashed(self) -> bool:
+        """Also one that is still running: ask about attempts that are over."""
+        return self.outcome not in ("done", "stopped", "ended")
 
     @property
     def allocation(self) -> tuple[Any, Any]:
@@ -89,7 +96,8 @@ def gave_up(lines: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
 def barren_attempts(lines: Iterable[Mapping[str, Any]], newest: int) -> int:
     """How many attempts in a row, up to the last, ended in a crash without a new checkpoint.
 
-    `newest` is the step of the newest complete checkpoint now, 0 for none. Stops on request are passed over.
+    `newest` is the step of the newest complete checkpoint now, 0 for none. Attempts that were stopped or ended by
+    a person or the scheduler are passed over.
     """
     recent: list[Mapping[str, Any]] = []
     for line in lines:
@@ -99,8 +107,7 @@ def barren_attempts(lines: Iterable[Mapping[str, Any]], newest: int) -> int:
         before = attempt.checkpoint
         if before is None or after > before:
             break
-        if attempt.outcome not in ("stopped", "done"):
-            count += 1
+        count += attempt.crashed
         after = before
     return count
 
@@ -142,7 +149,7 @@ def decide(
         return Decision("give-up", no_progress(lines, barren, newest), EXIT_NO_PROGRESS)
     attempts = read_attempts(lines)
     here = next(a.allocation for a in attempts if a.number == attempt)
-    crashes = sum(a.allocation == here and a.outcome not in ("stopped", "done") for a in attempts)
+    crashes = sum(a.allocation == here and a.crashed for a in attempts)
     if signal is None and crashes < CRASHES_PER_ALLOCATION:
         return Decision("again", f"exit status {status}; restarting in the same allocation")
     return Decision("requeue", f"exit status {status}; crash {crashes} of this allocation")

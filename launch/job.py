@@ -92,7 +92,7 @@ def end(run: RunDir, attempt: int, status: int, signal: Signal | None, problem: 
     """Decide what follows an attempt; prints `<action> <exit code>`. `problem` is what stopped it, if known."""
     if not run.attempt_ended(attempt) and not run.done:
         reason = problem or f"srun exited with status {status}" + (f" after SIG{signal}" if signal else "")
-        run.end_attempt(attempt, "failed", step=None, reason=reason)
+        run.end_attempt(attempt, "ended" if signal == "TERM" else "failed", step=None, reason=reason)
     decision = decide(
         read_lines(run.attempts),
         attempt=attempt,
@@ -109,7 +109,7 @@ def end(run: RunDir, attempt: int, status: int, signal: Signal | None, problem: 
             {"event": "decision", "attempt": attempt, "time": time.time(), **vars(decision)},
         )
         say(f"{decision.action}: {decision.reason}")
-        if decision.action == "finish" or status:
+        if decision.action == "finish" or (status and decision.action in ("again", "requeue")):
             alert(run, f"{decision.action}: {decision.reason}")
     print(decision.action, decision.exit_code)
     return 0

@@ -26,7 +26,7 @@ launch_phase() {
     [ -f launch/lib.sh ] || give_in 2 "submit from the repository's root, not from $PWD"
     # The run's path is the job's comment: it survives a requeue and shows in squeue.
     RUN=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%k)
-    if [ "$RUN" = "(null)" ] || [ -z "$RUN" ]; then
+    if [ ! -f "$RUN/resolved.yaml" ]; then # submitted by hand
         RUN=$("$PYTHON" -m launch prepare "$@") || exit 2
         scontrol update JobId="$SLURM_JOB_ID" Comment="$RUN" || exit 1
     fi

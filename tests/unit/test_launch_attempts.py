@@ -118,6 +118,7 @@ def test_decision_table(row: str) -> None:
 def test_stops_on_request_are_not_counted_and_do_not_break_the_row() -> None:
     lines = [start(1, 0), end(1), start(2, 0), end(2, "stopped"), start(3, 0), end(3), start(4, 0), end(4)]
     assert barren_attempts(lines, newest=0) == 3
+    assert barren_attempts([*lines, start(5, 0), end(5, "ended")], newest=0) == 3  # scancel
     assert barren_attempts(lines[:6], newest=0) == 2
     assert barren_attempts(lines, newest=5) == 0
 

@@ -53,6 +53,11 @@ def test_end_says_what_to_do_and_why(run: RunDir, capsys: pytest.CaptureFixture[
     assert (decided["event"], decided["action"]) == ("decision", "again")
 
 
+def test_an_attempt_that_the_scheduler_ended_is_no_crash(run: RunDir) -> None:
+    end(run, 143, "TERM")
+    assert [line["outcome"] for line in read_lines(run.attempts) if line["event"] == "end"] == ["ended"]
+
+
 def test_what_the_rank_recorded_is_kept(run: RunDir) -> None:
     run.end_attempt(1, "failed", 5, reason="step 6: loss is nan")
     end(run, 1)
@@ -73,6 +78,7 @@ def test_alerts(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("ALERT_COMMAND", f'echo "$1" >> {tmp_path}/alerts')
     end(run, 1)
     end(run, 0, "USR1")  # a stop on request is no news
+    end(run, 143, "TERM")  # nor is scancel
     end(run, 2, problem="unknown key")
     run.mark_done(100)
     end(run, 0)
