@@ -7,7 +7,6 @@ sampled_pass@1, so that it is never taken for the greedy one.
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from eval.code_data import NAMES, SOURCES, Benchmark, fetch, load
 from eval.code_judge import Judge, JudgeError, preflight
 from eval.code_prompts import Style
 from eval.code_score import CodeSettings, identity, score_code
-from eval.evalplus_env import FOLDER, SETUP_COMMAND, EvalplusMissing, setup
+from eval.evalplus_env import FOLDER, Environment, EvalplusMissing, setup
 from eval.sandbox import SandboxUnavailable, probe
 from eval.suite import Job, Key, SuiteResult
 
@@ -34,6 +33,7 @@ KEYS = {
     "code_batch": Key("32", "code: prompts generated at once"),
     "code_workers": Key("", "code: programs judged at once; default: one per CPU core"),
 }
+RUNNER_PACKAGES = ("evalplus", "numpy", "tree-sitter", "tree-sitter-python")  # what verdicts may depend on
 SCORE_NAMES = {"humaneval": "humaneval_plus", "mbpp": "mbpp_plus", "builtin": "builtin_code"}
 
 
@@ -69,13 +69,11 @@ class CodeSuite:
             judges = [Judge(environment, benchmark, self.workers) for benchmark in benchmarks]
             for judge in judges:
                 preflight(judge, self.evalplus / "preflight")
-            return self._score(judges, job)
+            return self._score(judges, environment, job)
         except (SandboxUnavailable, EvalplusMissing, JudgeError) as error:
             return SuiteResult(not_run=str(error))
-        except (subprocess.CalledProcessError, OSError) as error:
-            return SuiteResult(not_run=f"evalplus could not be installed ({error}): {SETUP_COMMAND}")
 
-    def _score(self, judges: list[Judge], job: Job) -> SuiteResult:
+    def _score(self, judges: list[Judge], environment: Environment, job: Job) -> SuiteResult:
         from eval.code_generate import load_generator
 
         generate = load_generator(
@@ -90,13 +88,14 @@ class CodeSuite:
             )
             name = SCORE_NAMES[benchmark.name]
             result.scores |= _scores(name, found)
+            result.notes += _notes(name, found, generate.too_long - before, self.generation)
             result.tasks[name] = {
-                "n": found["tasks"],
-                "correct": found["right"],
+                "n": found.pop("tasks"),
+                "correct": found.pop("right"),
                 "accuracy": found["plus"]["pass@1"]["value"],
                 **found,
+                "runner_packages": {package: environment.packages[package] for package in RUNNER_PACKAGES},
             }
-            result.notes += _notes(name, found, generate.too_long - before, self.generation)
         return result
 
 

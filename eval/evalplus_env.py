@@ -75,18 +75,23 @@ def environment(folder: Path = FOLDER) -> Environment:
 
 
 def setup(folder: Path = FOLDER, say: Callable[[str], None] = print) -> Environment:
-    """Make the environment unless it is complete. Needs a package index. Raises CalledProcessError."""
+    """Make the environment unless it is complete. Needs a package index. Raises EvalplusMissing."""
     try:
         return environment(folder)
     except EvalplusMissing as missing:
         say(f"{missing.args[0].rpartition(':')[0]}: making it (1 to 2 minutes, 0.9 GB)")
     # Without links on the way: the sandbox holds the installation at this path alone.
     interpreter = Path(sys.executable).resolve()
-    subprocess.run([str(interpreter), "-m", "venv", "--clear", str(folder)], check=True)
-    (folder / ".gitignore").write_text("*\n")
     pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", "--quiet", PIN], check=True)
-    listed = subprocess.run([*pip, "list", "--format=json"], check=True, capture_output=True).stdout
+    try:
+        subprocess.run([str(interpreter), "-m", "venv", "--clear", str(folder)], check=True)
+        (folder / ".gitignore").write_text("*\n")
+        subprocess.run([*pip, "install", "--quiet", PIN], check=True)
+        listed = subprocess.run([*pip, "list", "--format=json"], check=True, capture_output=True).stdout
+    except (subprocess.CalledProcessError, OSError) as error:
+        raise EvalplusMissing(
+            f"{PIN} could not be installed in {folder} ({error}): {SETUP_COMMAND}"
+        ) from error
     stamp = {
         "pin": PIN,
         "base": str(interpreter.parents[1]),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from eval import code
+from eval import code, evalplus_env
 from eval.code import KEYS, make_suite
 from eval.code_generate import HuggingFaceGenerator, LaneformerGenerator, load_generator
 from eval.code_judge import JudgeError, Solution, Verdict
@@ -145,7 +145,8 @@ class OneRight:
 @pytest.fixture
 def judged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code, "probe", lambda: None)
-    monkeypatch.setattr(code, "setup", lambda folder: None)
+    packages = {name: "1.0" for name in code.RUNNER_PACKAGES}
+    monkeypatch.setattr(code, "setup", lambda folder: Environment(folder, folder, packages))
     monkeypatch.setattr(code, "Judge", OneRight)
     monkeypatch.setattr(code, "preflight", lambda judge, cache: None)
 
@@ -157,6 +158,7 @@ def test_scores_of_a_checkpoint(job: Job) -> None:
     assert result.scores == {"builtin_code/pass@1": 2 / 8, "builtin_code_base_tests/pass@1": 3 / 8}
     task = result.tasks["builtin_code"]
     assert (task["n"], task["correct"], task["accuracy"]) == (8, 2, 0.25)
+    assert task["runner_packages"]["evalplus"] == "1.0"
     assert "pass@1 0.2500, 95 % interval 0.0" in result.notes[0]
     assert (job.folder / "builtin" / "items.jsonl").exists()
 
@@ -177,7 +179,6 @@ def test_pass_at_one_of_samples_has_another_name(job: Job) -> None:
     [
         ("probe", SandboxUnavailable("no bwrap"), r"no bwrap\n.*apt-get install bubblewrap"),
         ("preflight", JudgeError("references fail"), "references fail"),
-        ("setup", OSError("no network"), r"no network.*make setup-evalplus"),
         ("setup", EvalplusMissing("none: make setup-evalplus"), "none: make setup-evalplus"),
     ],
 )
@@ -216,3 +217,15 @@ def test_an_environment_is_taken_when_it_is_complete(tmp_path: Path) -> None:
     room = found.room({"/in/a": b""}, b"words")
     assert room.bind == {tmp_path: str(tmp_path)}
     assert (room.stdin, room.environment["PYTHONHASHSEED"]) == (b"words", "0")
+
+
+def test_an_installation_that_fails_leaves_no_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evalplus_env, "PIN", "no such package")
+    said: list[str] = []
+    with pytest.raises(EvalplusMissing, match=r"no such package could not be installed.*make setup-evalplus"):
+        setup(tmp_path / "it", said.append)
+    assert "making it" in said[0]
+    with pytest.raises(EvalplusMissing, match="there is no evalplus environment"):
+        environment(tmp_path / "it")
