@@ -26,6 +26,7 @@ USAGE = """usage: python -m launch VERB …
       Phases: {phases}.
         --dry-run     print the commands; write nothing, submit nothing
         --test-only   let Slurm check the commands; submit nothing
+        --allow-change=KEY   let a run that exists go on with another value of KEY
         --evals=SUITE[,SUITE…]   a job beside each run scores its checkpoints as they appear (launch/eval.slurm)
 
   status [runs=runs] [NAME …]

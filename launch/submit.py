@@ -59,11 +59,11 @@ def with_experiment(default: str, words: Sequence[str]) -> list[str]:
     return [given[-1] if given else f"experiment={default}", *rest]
 
 
-def prepare(words: Sequence[str]) -> RunDir:
+def prepare(words: Sequence[str], switches: Sequence[str] = ()) -> RunDir:
     """Write the run directory, as `python -m train … --prepare` does, and freeze the code beside it."""
     last = [word for word in words if word.startswith("experiment=")][-1]
     words = with_experiment(last.removeprefix("experiment="), words)
-    command = [sys.executable, "-m", "train", *words, "--prepare"]
+    command = [sys.executable, "-m", "train", *words, *switches, "--prepare"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if result.returncode:
         lines = [line.removeprefix("error: ") for line in result.stderr.strip().splitlines()]
@@ -160,9 +160,12 @@ def submit(
 ) -> int:
     """Submit the phases, each after the one before has ended well (afterok). Prints one line a job.
 
-    `options` go to sbatch unchanged. With `dry_run` the commands are printed and nothing is written; with
-    `test_only` Slurm checks each command and submits nothing. `suites` of evaluation, if any, follow each run.
+    `options` go to sbatch unchanged, but for --allow-change, which is `python -m train`'s. With `dry_run` the
+    commands are printed and nothing is written; with `test_only` Slurm checks each command and submits nothing.
+    `suites` of evaluation, if any, follow each run.
     """
+    changes = [option for option in options if option.startswith("--allow-change=")]
+    options = [option for option in options if option not in changes]
     phases = read_phases(words)
     configs = [compose(list(phase.words)) for phase in phases]
     problems = chain_problems(phases, configs)
@@ -190,7 +193,7 @@ def submit(
         if run.done:
             print(f"{phase.name}: {run.path} is done")
             continue
-        run = prepare(phase.words)
+        run = prepare(phase.words, changes)
         run.logs.mkdir(exist_ok=True)
         chain = [f"--dependency=afterok:{before}", "--kill-on-invalid-dep=yes"] if before else []
         before = sbatch(sbatch_command(phase, config, run, [*chain, *options])).split(";")[0]

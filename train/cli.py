@@ -16,6 +16,8 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +32,10 @@ from train.config import (
     dump_yaml,
     load_resolved,
 )
-from train.run_dir import RunDir, write_atomic
+from train.run_dir import RunDir, append_line, write_atomic
 
 ROOT = Path(__file__).resolve().parent.parent
+ALLOW = "--allow-change="
 USAGE = """usage: python -m train experiment=NAME [key=value …] [--dry-run | --prepare]
        python -m train resolved=runs/NAME/resolved.yaml attempt=N   (one rank; started by torchrun or srun)
        python -m train resolved=runs/NAME/resolved.yaml attempt=N --check   (whether it could start now)
@@ -41,6 +44,7 @@ Composes configs/train.yaml with the named experiment and the overrides, in Hydr
 The same command again resumes the run; a run with a DONE file does nothing.
 
   --dry-run   print the resolved configuration, sizes, steps, days and checkpoint bytes; build nothing
+  --allow-change=KEY   let the run go on with another value of KEY; what changed is recorded in attempts.jsonl
   --prepare   write the run directory, print its path and stop; train.init_from may not exist yet
   --help      this text
 
@@ -57,7 +61,8 @@ def main(arguments: list[str]) -> int:
         if "--help" in switches:
             print(usage())
             return 0
-        unknown = switches - {"--dry-run", "--prepare", "--check"}
+        allowed = {s.removeprefix(ALLOW) for s in switches if s.startswith(ALLOW)}
+        unknown = switches - {"--dry-run", "--prepare", "--check"} - {ALLOW + key for key in allowed}
         if unknown:
             raise ConfigError([f"{switch} is not a switch; see --help" for switch in sorted(unknown)])
         bare = [a for a in overrides if "=" not in a and not a.startswith("~")]
@@ -74,9 +79,9 @@ def main(arguments: list[str]) -> int:
             print(dry_run(config))
             return 0
         if "--prepare" in switches:
-            print(prepare(config, later=True).path)
+            print(prepare(config, allowed, later=True).path)
             return 0
-        run = prepare(config)
+        run = prepare(config, allowed)
         if run.done:
             print(f"{run.path} is done: nothing to do")
             return 0
@@ -135,10 +140,11 @@ def dry_run(config: RunConfig) -> str:
     return dump_yaml(config) + "\n" + "\n".join(f"{key:<{width}}  {value}" for key, value in facts.items())
 
 
-def prepare(config: RunConfig, *, later: bool = False) -> RunDir:
+def prepare(config: RunConfig, allowed: Collection[str] = (), *, later: bool = False) -> RunDir:
     """Check everything that can be checked without building, and write the run directory. Idempotent.
 
-    `later` says that the run starts another time: the run that train.init_from names may be unfinished still.
+    A run keeps its configuration, but for keys that say where it runs and those `allowed` to change. `later` says
+    that it starts another time: the run that train.init_from names may be unfinished still.
     """
     run = RunDir(Path(config.runs) / config.name)
     tokenizer = Path(config.data.root) / "tokenizer.model"
@@ -157,13 +163,13 @@ def prepare(config: RunConfig, *, later: bool = False) -> RunDir:
         mixture = build_mixture(config.data, config.train.seq_len)
     except (OSError, ValueError) as error:
         raise ConfigError([f"data: {line}" for line in str(error).splitlines()]) from error
-    if run.resolved.exists():
-        changed = changed_keys(load_resolved(run.resolved), config)
-        if changed:
-            raise ConfigError(
-                [f"{run.resolved} was made with other values: {line}" for line in changed]
-                + ["a run's configuration does not change: give the new one its own name="]
-            )
+    changed = changed_keys(load_resolved(run.resolved), config) if run.resolved.exists() else []
+    refused = [line for line in changed if line.split(":")[0] not in allowed]
+    if refused:
+        raise ConfigError(
+            [f"{run.resolved} was made with other values: {line}" for line in refused]
+            + ["give the new configuration its own name=, or allow the change: --allow-change=KEY"]
+        )
     if not run.done:
         if not later:
             initial_checkpoint(config)
@@ -172,6 +178,8 @@ def prepare(config: RunConfig, *, later: bool = False) -> RunDir:
             record_plan(mixture, run.plan)
         except PlanChanged as error:
             raise ConfigError([str(error)]) from error
+        if changed:
+            append_line(run.attempts, {"event": "change", "time": time.time(), "keys": changed})
         write_atomic(run.resolved, dump_yaml(config))
         shutil.copyfile(tokenizer, run.path / "tokenizer.model")
         run.record_code(ROOT)

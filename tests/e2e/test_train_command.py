@@ -37,7 +37,25 @@ def test_two_ranks_under_torchrun_then_nothing_to_do_then_refused(tiny_data: Pat
     other = python_m("train", *words, "optim.lr=1e-4")
     assert other.returncode == 2
     assert "optim.lr: 0.003 -> 0.0001" in other.stderr
+    assert "--allow-change=KEY" in other.stderr
     assert "Traceback" not in other.stderr
+
+
+def test_a_change_is_allowed_by_name_and_recorded(tiny_data: Path, tmp_path: Path) -> None:
+    words = tiny_words(tiny_data, tmp_path)
+    run = RunDir(tmp_path / "tiny")
+    assert python_m("train", *words, "--prepare").stdout.strip() == str(run.path)
+    changed = [*words, "optim.lr=1e-4", "optim.weight_decay=0.2", "--prepare", "--allow-change=optim.lr"]
+    result = python_m("train", *changed)
+    assert result.returncode == 2
+    assert "optim.weight_decay: 0.1 -> 0.2" in result.stderr
+    assert "optim.lr" not in result.stderr
+    assert python_m("train", *changed, "--allow-change=optim.weight_decay").returncode == 0
+    assert "lr: 0.0001" in run.resolved.read_text()
+    [line] = read_lines(run.attempts)
+    assert line["event"] == "change"
+    assert line["keys"] == ["optim.lr: 0.003 -> 0.0001", "optim.weight_decay: 0.1 -> 0.2"]
+    assert run.start_attempt() == 1
 
 
 def test_problems_found_while_preparing(tiny_data: Path, tmp_path: Path) -> None:
