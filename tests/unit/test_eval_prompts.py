@@ -75,8 +75,9 @@ def test_no_space_where_the_tokenizer_has_none() -> None:
     assert shown(prompt) == ["^Snow?|white", "^Snow?|wet"]
 
 
-def test_schema_scores_the_shared_ending() -> None:
-    prompt = DCLM.prompt(schema(), 0, [], SpaceEncoder())
+@pytest.mark.parametrize("delimiter", [" ", " - "])
+def test_schema_scores_the_shared_ending(delimiter: str) -> None:
+    prompt = DCLM.prompt(schema(delimiter=delimiter), 0, [], SpaceEncoder())  # no delimiter without shots
     assert shown(prompt) == ["^The cup fell so the cup| broke.", "^The cup fell so the table| broke."]
 
 
