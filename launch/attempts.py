@@ -148,8 +148,9 @@ def decide(
     if barren >= BARREN_LIMIT:
         return Decision("give-up", no_progress(lines, barren, newest), EXIT_NO_PROGRESS)
     attempts = read_attempts(lines)
-    here = next(a.allocation for a in attempts if a.number == attempt)
-    crashes = sum(a.allocation == here and a.crashed for a in attempts)
+    this = next(a for a in attempts if a.number == attempt)
+    crashes = sum(a.allocation == this.allocation and a.crashed for a in attempts)
+    told = f"exit status {status}" + (f" ({this.reason})" if this.reason else "")
     if signal is None and crashes < CRASHES_PER_ALLOCATION:
-        return Decision("again", f"exit status {status}; restarting in the same allocation")
-    return Decision("requeue", f"exit status {status}; crash {crashes} of this allocation")
+        return Decision("again", f"{told}; restarting in the same allocation")
+    return Decision("requeue", f"{told}; crash {crashes} of this allocation")

@@ -54,12 +54,20 @@ check_gpus() {
     [ -z "$rows" ] || finding "kernel log: $(paste -sd';' <<<"$rows")"
 }
 
+check_matmul() { # a slow device holds up all others; torch takes seconds to import, so only where a floor is set
+    local told
+    [ -n "${HEALTH_MIN_TFLOPS:-}" ] || return 0
+    told=$(PYTHONSAFEPATH=1 PYTHONPATH=$CODE timeout 300 "$PYTHON" -m launch.matmul "$HEALTH_MIN_TFLOPS" 2>&1) ||
+        finding "matrix product: $(tail -1 <<<"$told")"
+}
+
 check_disk "$RUN" "${HEALTH_MIN_RUN_GIB:-1}"
 check_disk "${TMPDIR:-/tmp}" "${HEALTH_MIN_TMP_GIB:-1}"
 check_memory
 check_shared
 check_clock
 check_gpus
+check_matmul
 if [ -n "${HEALTH_EXTRA:-}" ]; then # a site's own check: a command; its output names what is wrong
     reason=$(bash -c "$HEALTH_EXTRA" 2>&1) || finding "$(tr '\n' ' ' <<<"$reason")"
 fi

@@ -18,6 +18,17 @@ give_in() { # EXIT-CODE MESSAGE
     exit "$1"
 }
 
+# COMMAND…: again after some seconds where it fails; Slurm's controller is sometimes away for a minute
+patiently() {
+    local delay
+    for delay in ${PATIENCE:-2 5 15 30 60}; do
+        "$@" && return
+        say "'$*' failed; again in $delay s"
+        sleep "$delay"
+    done
+    "$@"
+}
+
 # Python from the code frozen in the run directory, with the repository's root as working directory: relative
 # paths of the configuration (runs, data) mean what they meant when it was composed.
 frozen() { PYTHONSAFEPATH=1 PYTHONPATH=$CODE "$PYTHON" "$@"; }
@@ -25,10 +36,10 @@ frozen() { PYTHONSAFEPATH=1 PYTHONPATH=$CODE "$PYTHON" "$@"; }
 launch_phase() {
     [ -f launch/lib.sh ] || give_in 2 "submit from the repository's root, not from $PWD"
     # The run's path is the job's comment: it survives a requeue and shows in squeue.
-    RUN=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%k)
+    RUN=$(patiently squeue --noheader --jobs="$SLURM_JOB_ID" --format=%k)
     if [ ! -f "$RUN/resolved.yaml" ]; then # submitted by hand
         RUN=$("$PYTHON" -m launch prepare "$@") || exit 2
-        scontrol update JobId="$SLURM_JOB_ID" Comment="$RUN" || exit 1
+        patiently scontrol update JobId="$SLURM_JOB_ID" Comment="$RUN" || exit 1
     fi
     CODE=$RUN/code/tree
     [ -f "$CODE/launch/lib.sh" ] || give_in 2 "$CODE is missing: submit the run again"
@@ -139,7 +150,7 @@ launch_eval() { # run=RUN [key=value …]: score the checkpoints of a run as the
 
 hand_back() { # requeue | requeuehold: Slurm ends this script while it waits
     trap '' TERM USR1
-    scontrol "$1" "$SLURM_JOB_ID" || give_in 1 "scontrol $1 failed"
+    patiently scontrol "$1" "$SLURM_JOB_ID" || give_in 1 "scontrol $1 failed"
     sleep 120
     exit 0
 }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from launch.cli import main
+from launch.submit import ROOT
 from tests.unit.launch_fixtures import write_run
 from train.run_dir import RunDir, read_lines
 
@@ -95,3 +97,17 @@ def test_an_alert_that_fails_is_told_and_changes_nothing(
     captured = capsys.readouterr()
     assert captured.out == "again 0\n"
     assert "ALERT_COMMAND failed" in captured.err
+
+
+@pytest.mark.parametrize(("failures", "status"), [(0, 0), (2, 0), (3, 7)])
+def test_a_controller_that_is_away_is_asked_again(failures: int, status: int, tmp_path: Path) -> None:
+    """PATIENCE of two delays makes three calls."""
+    script = f"""
+        source launch/lib.sh
+        scontrol() {{ echo "$@" >> {tmp_path}/calls; [ $(wc -l < {tmp_path}/calls) -gt {failures} ] || return 7; }}
+        PATIENCE="0 0" patiently scontrol requeue 12
+    """
+    result = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == status, result.stderr
+    assert (tmp_path / "calls").read_text().splitlines() == ["requeue 12"] * min(failures + 1, 3)
+    assert result.stderr.count("again in 0 s") == min(failures, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,8 @@ HEALTH = {
     "memory": ({"HEALTH_MIN_MEMORY_GIB": "999999"}, "GiB of memory free"),
     "clock": ({"HEALTH_MAX_CLOCK_SKEW": "-1"}, "clock is off by"),
     "a site's own check": ({"HEALTH_EXTRA": "echo fan stopped; exit 4"}, "fan stopped"),
+    "slow matrix product": ({"HEALTH_MIN_TFLOPS": "1e6"}, "matrix product: cpu at "),
+    "quick enough": ({"HEALTH_MIN_TFLOPS": "1e-6"}, None),
     "GPU lost": ({"SMI": "0, 0, 40"}, "1 GPUs instead of 2"),
     "GPU memory errors": ({"SMI": "0, 0, 40\n1, 3, 41"}, "GPU 1: 3 uncorrectable ECC errors"),
     "GPU hot": ({"SMI": "0, [N/A], 40\n1, 0, 95"}, "GPU 1: 95 °C"),
@@ -145,6 +148,7 @@ def test_health(case: str, tmp_path: Path) -> None:
     settings, finding = dict(HEALTH[case][0]), HEALTH[case][1]
     (tmp_path / "logs").mkdir()
     environment = os.environ | {"RUN": str(tmp_path), "SLURMD_NODENAME": "n7", "SLURM_GPUS_ON_NODE": "2"}
+    environment |= {"CODE": str(ROOT), "PYTHON": sys.executable}
     if "SMI" in settings:
         rows = settings.pop("SMI")
         fake = tmp_path / "bin" / "nvidia-smi"
