@@ -28,10 +28,11 @@ MARK = "laneformer-hostile-program"
 
 
 def why_not() -> str | None:
+    """Why no room can be built here. A room that is built and does not hold is a failure, and no reason."""
     try:
         probe()
     except SandboxUnavailable as error:
-        return str(error)
+        return None if "the trial ended" in str(error) else str(error)
     return None
 
 
