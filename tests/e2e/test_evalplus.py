@@ -21,7 +21,7 @@ from eval.code_judge import LIMITS, Judge, JudgeError, Solution, Verdict, prefli
 from eval.code_prompts import chat_renderer, prompt, stops
 from eval.code_score import CodeSettings, score_code
 from eval.evalplus_env import Environment, EvalplusMissing, environment
-from eval.sandbox import SandboxUnavailable, probe
+from eval.sandbox import SandboxUnavailable, probe, run
 from eval.suite import Job
 from tests.unit.eval_fixtures import small_tokenizer, write_checkpoint
 
@@ -331,6 +331,39 @@ def test_a_machine_that_cannot_judge_gives_no_verdict(
 def test_without_the_environment_the_command_is_named(tmp_path: Path) -> None:
     with pytest.raises(EvalplusMissing, match="make setup-evalplus"):
         environment(tmp_path)
+
+
+@pytest.mark.slow
+def test_one_run_for_each_solution_finds_what_one_run_for_all_finds(builtin: Judge) -> None:
+    """Against evalplus' own command on the whole set (half a minute: it waits for its watchdog)."""
+    problems = list(builtin.benchmark.problems.values())
+    wrong = ("    return None\n", "", "    while True: pass\n", "    return (\n", "    raise KeyError\n")
+    texts = [p.reference for p in problems[:3]] + [
+        p.row["prompt"] + end for p, end in zip(problems[3:], wrong, strict=True)
+    ]
+    texts[2] = (
+        "def running_max(values):\n    return [max(values[: i + 1]) for i in range(min(3, len(values)))]\n"
+    )
+    texts[0] = "def add(a, b):\n    return min(a + b, 99)\n"
+    alone = judged(builtin, {p.task_id: (p.task_id, t) for p, t in zip(problems, texts, strict=True)})
+    samples = [{"task_id": p.task_id, "solution": t} for p, t in zip(problems, texts, strict=True)]
+    files = {
+        "/in/problems.jsonl": "".join(problem.line for problem in problems).encode(),
+        "/in/samples.jsonl": "".join(json.dumps(sample) + "\n" for sample in samples).encode(),
+    }
+    room = builtin.environment.room(files)
+    official = {"HUMANEVAL_OVERRIDE_PATH": "/in/problems.jsonl", "EVALPLUS_MAX_MEMORY_BYTES": "-1"}
+    finished = run(
+        ["sh", "-c", f"cp /in/samples.jsonl /tmp && {builtin.environment.python} -m evalplus.evaluate "
+         "--dataset humaneval --samples /tmp/samples.jsonl --parallel 2 --min_time_limit 4 >/dev/null "
+         "&& cat /tmp/samples_eval_results.json"],
+        replace(room, environment={**room.environment, **official}),
+        replace(LIMITS, wall=120),
+    )  # fmt: skip
+    entries = json.loads(finished.stdout)["eval"]
+    together = {task: (entry["base_status"], entry["plus_status"]) for task, (entry,) in entries.items()}
+    assert together == {task: (verdict.base, verdict.plus) for task, verdict in alone.items()}
+    assert Counter(together.values()) == {("pass", "fail"): 1, ("pass", "pass"): 2, ("fail", "fail"): 5}
 
 
 @pytest.mark.slow

@@ -222,9 +222,9 @@ def test_an_environment_is_taken_when_it_is_complete(tmp_path: Path) -> None:
 def test_an_installation_that_fails_leaves_no_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evalplus_env, "PIN", "no such package")
+    monkeypatch.setattr(evalplus_env.sys, "executable", "/bin/false")
     said: list[str] = []
-    with pytest.raises(EvalplusMissing, match=r"no such package could not be installed.*make setup-evalplus"):
+    with pytest.raises(EvalplusMissing, match=rf"{PIN} could not be installed.*make setup-evalplus"):
         setup(tmp_path / "it", said.append)
     assert "making it" in said[0]
     with pytest.raises(EvalplusMissing, match="there is no evalplus environment"):
