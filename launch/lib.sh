@@ -2,7 +2,8 @@
 # What the phase files do inside a job. Sourced by them from the repository's root, where jobs are submitted.
 #
 #   launch_phase experiment=NAME [override …]    train until the run is done, or hand the job back to Slurm
-#   lib.sh rank RUN ATTEMPT                      one process of an attempt, started by srun
+#   bash lib.sh run                              the same, from the frozen code
+#   bash lib.sh rank RUN ATTEMPT                 one process of an attempt, started by srun
 #
 # What follows an attempt is decided by launch/attempts.py; this file starts, waits, passes signals on and obeys.
 set -uo pipefail
@@ -163,7 +164,4 @@ environment() { # what holds on every cluster; the rest belongs into site.env
     ulimit -n 65536 2>/dev/null || true
 }
 
-case ${1:-} in
-run) run ;;
-rank) rank "$2" "$3" ;;
-esac
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then "$@"; fi

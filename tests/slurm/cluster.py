@@ -13,7 +13,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "srun")
@@ -110,6 +110,9 @@ class SlurmCluster:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        for pid in self.job_processes():  # a node's that was killed
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     # --- bringing it up
 
@@ -152,10 +155,30 @@ class SlurmCluster:
         self._start("slurmd", "-D", "-N", name, "-f", str(self.folder / "slurm.conf"), name=name)
 
     def kill_node(self, name: str) -> None:
-        """End a node's daemon as a power failure would, with the tasks it holds."""
-        for pid in reversed([*descendants(self.processes[name].pid), self.processes[name].pid]):
-            os.kill(pid, signal.SIGKILL)
+        """End a node as a power failure would: its daemon, the daemon's helpers, and the tasks."""
+        tasks = self.job_processes(node=name)
+        helpers = {
+            parent for pid in tasks if (parent := parent_of(pid)) and "slurmstepd" in command_of(parent)
+        }
+        for pid in [self.processes[name].pid, *helpers, *tasks]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.processes[name].wait()
+
+    def job_processes(self, job: str | None = None, node: str | None = None) -> list[int]:
+        """Processes that this Slurm's jobs have started, by what it put into their environment."""
+        wanted = {f"SLURM_CONF={self.folder}/slurm.conf"}
+        wanted |= {f"SLURM_JOB_ID={job}"} if job else set()
+        wanted |= {f"SLURMD_NODENAME={node}"} if node else set()
+        found = []
+        for file in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                variables = set(file.read_bytes().decode(errors="replace").split("\0"))
+            except OSError:
+                continue
+            if wanted <= variables and any(v.startswith("SLURM_JOB_ID=") for v in variables):
+                found.append(int(file.parent.name))
+        return found
 
     # --- using it
 
@@ -198,18 +221,15 @@ class SlurmCluster:
         return self.job(job)["JobState"]
 
 
-def descendants(pid: int) -> list[int]:
-    """Process ids below `pid`, parents first."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(stat.read_text().rsplit(")", 1)[1].split()[1])
-        except (OSError, IndexError):
-            continue
-        children.setdefault(parent, []).append(int(stat.parent.name))
-    found, stack = [], [pid]
-    while stack:
-        below = children.get(stack.pop(), [])
-        found += below
-        stack += below
-    return found
+def parent_of(pid: int) -> int | None:
+    try:
+        return int((Path("/proc") / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[1])
+    except (OSError, IndexError):
+        return None
+
+
+def command_of(pid: int) -> str:
+    try:
+        return (Path("/proc") / str(pid) / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+    except OSError:
+        return ""

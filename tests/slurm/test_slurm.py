@@ -11,7 +11,6 @@ import pytest
 
 from launch.submit import ROOT
 from tests.runs import consumed, numbers
-from tests.slurm.cluster import descendants
 from tests.slurm.conftest import STEPS, Site
 from train.run_dir import RunDir, append_line, read_lines
 
@@ -148,6 +147,7 @@ def test_a_node_that_fails_its_check_is_left_out_and_the_chain_follows(
 def test_scancel_is_not_undone(site: Site) -> None:
     job = site.submit("cancelled")
     site.wait_step("cancelled", 8)
+    assert site.slurm.job_processes(job), "it would not be seen whether any are left"
     site.slurm.run("scancel", job)
     fields = site.end(job, "CANCELLED")
     assert fields["Restarts"] == "0"
@@ -155,10 +155,7 @@ def test_scancel_is_not_undone(site: Site) -> None:
     run = site.run_dir("cancelled")
     assert not run.done
     assert not any("requeue" in action for action in site.decisions("cancelled"))
-    daemons = [
-        pid for name, p in site.slurm.processes.items() if name.startswith("n") for pid in descendants(p.pid)
-    ]
-    assert daemons == [], "processes of the job are left"
+    assert site.slurm.job_processes(job) == [], "processes of the job are left"
 
 
 def test_slurm_accepts_the_real_phases(site: Site) -> None:
