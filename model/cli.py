@@ -57,6 +57,8 @@ class Verb:
     run: Callable[[dict[str, Any], set[str]], None]
     keys: dict[str, Key] = field(default_factory=dict)
     switches: dict[str, str] = field(default_factory=dict)
+    bare: str = ""
+    """The key whose value may be given without its name."""
 
 
 def main(arguments: list[str]) -> int:
@@ -97,6 +99,8 @@ def _parse(verb: Verb, words: list[str]) -> tuple[dict[str, Any], set[str]]:
             switches.add(word)
         elif equals and key in given:
             given[key].append(text)
+        elif verb.bare and not equals and not word.startswith("-"):
+            given[verb.bare].append(word)
         elif word.startswith("--"):
             problems.append(f"{word} is not a switch; switches: {', '.join(verb.switches) or 'none'}")
         else:
@@ -287,6 +291,25 @@ def _tokenize(file: Path, text: str) -> tuple[list[int], Callable[[list[int]], s
     return prompt, lambda ids: tokenizer.decode(prompt[-1:] + ids)[len(before) :], tokenizer.eos_id()
 
 
+def export(values: dict[str, Any], switches: set[str]) -> None:
+    """A checkpoint as a folder for Hugging Face's transformers."""
+    import torch
+
+    from model.hf_export import export_checkpoint
+
+    dtype = getattr(torch, values["dtype"])
+    out = export_checkpoint(values["checkpoint"], values["out"], dtype, values["shard_bytes"])
+    print(f"{out}: {sum(f.stat().st_size for f in out.iterdir()):,} bytes in {len([*out.iterdir()])} files")
+
+
+def import_released(values: dict[str, Any], switches: set[str]) -> None:
+    """A folder of Hugging Face's layout as a checkpoint."""
+    from model.hf_import import import_folder
+
+    tokenizer = Path(values["tokenizer"]) if values["tokenizer"] else None
+    print(import_folder(values["path"], values["out"], tokenizer))
+
+
 DTYPE = Key(", ".join(DTYPES), _dtype, "float32")
 VERBS = {
     "sizes": Verb(
@@ -324,5 +347,25 @@ VERBS = {
             "device": Key("cpu or cuda", _device, "cpu"),
         },
         {"--json": "print one JSON object: text, tokens, end_reason, speed"},
+    ),
+    "export": Verb(
+        "write a checkpoint as a folder that Hugging Face's transformers loads",
+        export,
+        {
+            "checkpoint": Key("a step-N directory", Path),
+            "out": Key("folder to make", Path),
+            "dtype": Key(f"of the weights: {', '.join(DTYPES)}", _dtype, "bfloat16"),
+            "shard_bytes": Key("largest file of weights", _at_least_one, 5_000_000_000),
+        },
+    ),
+    "import": Verb(
+        "make a checkpoint of an exported folder, or of one in the released layout",
+        import_released,
+        {
+            "path": Key("folder with config.json and safetensors", Path),
+            "out": Key("checkpoint directory to make", Path),
+            "tokenizer": Key("SentencePiece model, if the folder has no tokenizer.model", str, ""),
+        },
+        bare="path",
     ),
 }
