@@ -107,7 +107,7 @@ class LaneformerScorer:
         size = max(len(row.tokens) for row in batch)
         tokens_BS = torch.zeros(len(batch), size, dtype=torch.long)
         positions_BS = torch.zeros(len(batch), size, dtype=torch.long)
-        # Padding sees itself: a row of the mask that allows nothing would make NaN, and NaN times 0 is NaN.
+        # Padding sees itself: some kernels make NaN of a row that allows nothing, and NaN times 0 is NaN.
         visible_BSS = torch.eye(size, dtype=torch.bool).repeat(len(batch), 1, 1)
         for b, row in enumerate(batch):
             length = len(row.tokens)
