@@ -103,10 +103,15 @@ class HuggingFaceGenerator:
         self.model = model.to(device).eval()
         self.limit: int = getattr(self.model.config, "max_position_embeddings", 2**31)
         template = self.tokenizer.chat_template
-        self.render: Render | None = (
-            chat_renderer(template, self.tokenizer.eos_token or "") if template else None
-        )
+        ends = (self.tokenizer.eos_token or "", self.tokenizer.bos_token or "")
+        self.render: Render | None = chat_renderer(template, *ends) if template else None
         self.too_long = 0
+
+    def _encode(self, texts: list[str]) -> Any:
+        """Ids and mask, padded on the left. A BOS that a chat template has written is not added again."""
+        bos = self.tokenizer.bos_token
+        written = bool(bos) and texts[0].startswith(bos)
+        return self.tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=not written)
 
     def __call__(
         self,
@@ -117,12 +122,11 @@ class HuggingFaceGenerator:
         seed: int,
         stops: list[str],
     ) -> list[str]:
-        fit = [i for i, text in enumerate(prompts) if len(self.tokenizer(text).input_ids) < self.limit]
+        fit = [i for i, text in enumerate(prompts) if self._encode([text]).input_ids.shape[1] < self.limit]
         self.too_long += len(prompts) - len(fit)
         texts = [""] * len(prompts)
         if fit:
-            given = self.tokenizer([prompts[i] for i in fit], return_tensors="pt", padding=True)
-            given = given.to(self.model.device)
+            given = self._encode([prompts[i] for i in fit]).to(self.model.device)
             length = given.input_ids.shape[1]
             drawn = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
             torch.manual_seed(seed)

@@ -15,7 +15,7 @@ import jinja2.sandbox
 
 Style = Literal["base", "chat"]
 Render = Callable[[Sequence[dict[str, str]]], str]
-"""Messages ({"role", "content"}, ending with an assistant's) → the text of the conversation, without BOS."""
+"""Messages ({"role", "content"}, ending with an assistant's) → the text of the conversation."""
 
 STOPS = ("<|endoftext|>", "<|endofmask|>", "</s>", "\nif __name__", "\ndef main(", "\nprint(")
 BASE_STOPS = {
@@ -63,8 +63,9 @@ def solution(problem: str, continuation: str, style: Style, dataset: str) -> str
     return prompt(problem, style) + answer if style == "base" else answer
 
 
-def chat_renderer(template: str, eos_token: str = "</s>") -> Render:
-    """`Render` for a chat template in Hugging Face's Jinja dialect (chat_template.jinja)."""
+def chat_renderer(template: str, eos_token: str = "</s>", bos_token: str = "") -> Render:
+    """`Render` for a chat template in Hugging Face's Jinja dialect (chat_template.jinja). BOS is left out of the
+    text by default, for tokenizers that add it and do not read it."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.globals["raise_exception"] = _refuse
     for tag in ("generation", "endgeneration"):  # these only mark what to train on
@@ -73,7 +74,7 @@ def chat_renderer(template: str, eos_token: str = "</s>") -> Render:
 
     def render(messages: Sequence[dict[str, str]]) -> str:
         return compiled.render(
-            messages=list(messages), bos_token="", eos_token=eos_token, add_generation_prompt=False
+            messages=list(messages), bos_token=bos_token, eos_token=eos_token, add_generation_prompt=False
         )
 
     return render

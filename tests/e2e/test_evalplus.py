@@ -42,7 +42,7 @@ def runner() -> Environment:
 @pytest.fixture(scope="module")
 def builtin(runner: Environment) -> Judge:
     """With a short wall clock, since some cheats hang the runner; most of the time is waiting."""
-    return Judge(runner, load("builtin"), workers=4, limits=replace(LIMITS, wall=12))
+    return Judge(runner, load("builtin"), workers=6, limits=replace(LIMITS, wall=15))
 
 
 def judged(judge: Judge, programs: dict[Any, tuple[str, str]], sanitize: bool = False) -> dict[Any, Verdict]:
@@ -69,12 +69,6 @@ ORDINARY = {
     "deep recursion": ("def add(a, b):\n    return add(a, b)\n", "fail", "fail"),
     "much memory": ("def add(a, b):\n    return len(bytearray(10**11))\n", "fail", "fail"),
 }
-
-
-def test_ordinary_programs(builtin: Judge) -> None:
-    verdicts = judged(builtin, {name: ("Builtin/0", text) for name, (text, _, _) in ORDINARY.items()})
-    found = {name: (verdict.base, verdict.plus, verdict.refused) for name, verdict in verdicts.items()}
-    assert found == {name: (base, plus, "") for name, (_, base, plus) in ORDINARY.items()}
 
 
 FRAMES = """
@@ -197,16 +191,26 @@ def mean(values): return 0.0
 """
 
 
-def test_cheats_do_not_pass_and_touch_no_other_verdict(builtin: Judge) -> None:
-    """Each beside right solutions, which must come out right."""
+@pytest.fixture(scope="module")
+def verdicts(builtin: Judge) -> dict[Any, Verdict]:
+    """On the ordinary programs, the cheats and, at the same time, the reference solutions."""
     programs: dict[Any, tuple[str, str]] = {name: ("Builtin/0", text) for name, text in CHEATS.items()}
     programs["replaces the comparison"] = ("Builtin/4", CHEAT_ALLCLOSE)
+    programs |= {name: ("Builtin/0", text) for name, (text, _, _) in ORDINARY.items()}
     references = {p.task_id: (p.task_id, p.reference) for p in builtin.benchmark.problems.values()}
-    verdicts = judged(builtin, {**programs, **references})
-    assert [name for name in programs if verdicts[name].passed or verdicts[name].passed_base] == []
-    assert [name for name in references if not verdicts[name].passed] == []
+    return judged(builtin, programs | references)
+
+
+def test_ordinary_programs(verdicts: dict[Any, Verdict]) -> None:
+    found = {name: (verdicts[name].base, verdicts[name].plus, verdicts[name].refused) for name in ORDINARY}
+    assert found == {name: (base, plus, "") for name, (_, base, plus) in ORDINARY.items()}
+
+
+def test_cheats_do_not_pass(verdicts: dict[Any, Verdict]) -> None:
+    cheats = [*CHEATS, "replaces the comparison"]
+    assert [name for name in cheats if verdicts[name].passed or verdicts[name].passed_base] == []
     altered = "it passes with altered expected outputs too"
-    assert {name for name in programs if verdicts[name].refused == altered} == {
+    assert {name for name in cheats if verdicts[name].refused == altered} == {
         "sets the verdict in the shared memory",
         "reads the expected outputs",
         "equals everything",
@@ -215,6 +219,11 @@ def test_cheats_do_not_pass_and_touch_no_other_verdict(builtin: Judge) -> None:
     }
     assert "tampered with" in verdicts["writes the results file"].refused
     assert verdicts["ends the runner"].refused == "its run ended without a verdict (exit code 137)"
+
+
+def test_cheats_touch_no_other_verdict(verdicts: dict[Any, Verdict]) -> None:
+    references = [f"Builtin/{number}" for number in range(8)]
+    assert [name for name in references if not verdicts[name].passed] == []
 
 
 def test_the_sanitizer_is_the_official_one(builtin: Judge) -> None:

@@ -61,9 +61,16 @@ def test_a_hugging_face_folder(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     raw = tokenizers.ByteLevelBPETokenizer()
-    raw.train_from_iterator(PROMPTS * 10, vocab_size=300, special_tokens=["<end>"])
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=raw._tokenizer, eos_token="<end>")
-    tokenizer.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+    raw.train_from_iterator(PROMPTS * 10, vocab_size=300, special_tokens=["<end>", "<start>"])
+    raw._tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<start> $A", special_tokens=[("<start>", 1)]
+    )
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=raw._tokenizer, bos_token="<start>", eos_token="<end>"
+    )
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+    )
     torch.manual_seed(0)
     sizes = transformers.GPT2Config(
         vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=2, n_positions=64, eos_token_id=None
@@ -93,7 +100,9 @@ def test_a_hugging_face_folder(tmp_path: Path) -> None:
     sampled: dict[str, Any] = ASKED | {"temperature": 0.8, "top_p": 0.95}
     assert generator(PROMPTS, **sampled) == generator(PROMPTS, **sampled) != together[:3]
     assert generator.render is not None
-    assert generator.render([{"role": "user", "content": "x"}]) == "[user]x"
+    assert generator.render([{"role": "user", "content": "x"}]) == "<start>[user]x"
+    for text in ("x", "<start>x"):
+        assert generator._encode([text]).input_ids[0].tolist() == [1, *tokenizer("x").input_ids[1:]]
 
 
 @pytest.mark.parametrize(
