@@ -21,8 +21,9 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from launch.progress import eval_scores
 from train.config import RunConfig, load_resolved
-from train.run_dir import RunDir, write_atomic
+from train.run_dir import RunDir, read_lines, write_atomic
 
 SOURCE_COLOURS = {"prose": "#3b6fb6", "code": "#d1603d", "reasoning": "#4a9a62", "chat": "#8a5fb0"}
 OTHER_COLOURS = ["#b08a2e", "#5aa5b5", "#8c8c8c", "#c25b8e"]
@@ -228,15 +229,26 @@ def shift_table(before: Phase, after: Phase) -> str:
     return table([*header, "fall per million tokens before", "fall per million tokens after"], rows)
 
 
+def score_rows(runs: list[tuple[str, Path]]) -> list[list[str]]:
+    """The newest value of each headline score of each run; single tasks are left to `python -m eval report`."""
+    return [
+        [title, str(step), name, f"{value:.4f}"]
+        for title, path in runs
+        for name, (step, value) in eval_scores(list(read_lines(RunDir(path).metrics))).items()
+        if "_task/" not in name
+    ]
+
+
 def write_report(
     folder: Path,
     runs: list[tuple[str, Path]],
     samples: list[dict[str, Any]],
     stages: list[dict[str, Any]],
+    notes: list[str],
 ) -> Path:
     """Write report.md and report.html into `folder`; returns the HTML's path.
 
-    `samples` hold title, prompt, text and end_reason; `stages` hold name and seconds.
+    `samples` hold title, prompt, text and end_reason; `stages` hold name and seconds; `notes` say what was not run.
     """
     phases = load_phases(runs)
     sections: list[tuple[str, str, bytes | None]] = [("Phases", phase_table(phases), None)]
@@ -246,6 +258,8 @@ def write_report(
     if len(phases) > 1:
         sections.append(("The shift", shift_table(phases[0], phases[1]), None))
     sections.append(("Speed", "", draw(plot_speed, phases)))
+    scores = [table(["run", "step", "score", "value"], score_rows(runs)), *notes]
+    sections.append(("Evaluation", "\n\n".join(scores), None))
     told = [f"**{s['title']}** ({s['end_reason']})\n\n```\n{s['prompt']}▸{s['text']}\n```" for s in samples]
     sections.append(("Samples", "\n\n".join(told) or "none", None))
     rows = [[stage["name"], f"{stage['seconds']:.1f}"] for stage in stages]

@@ -11,10 +11,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from launch.report import write_report
 from tests.runs import train
 from tests.tiny import tiny_config
-from train.run_dir import RunDir
+from train.run_dir import RunDir, append_line
 
 WORDS = ["metrics.tensorboard=true", "metrics.wandb=true", "validation.every_steps=10"]
-SECRET = "0123456789abcdef0123456789abcdef01234567"
+SECRET = "0123456789abcdef" * 2 + "01234567"  # never whole in a file, which a diff could hold
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +87,18 @@ def test_report_of_two_phases(run: RunDir, tiny_data: Path, tmp_path: Path) -> N
     second = train(tiny_config(tiny_data, tmp_path, *WORDS, *weights[1:], start))
     samples = [{"title": "A sample", "prompt": "x1 = ", "text": "3 + 4 <b>", "end_reason": "length"}]
     stages = [{"name": "first", "seconds": 1.25}, {"name": "second", "seconds": 2.0}]
-    page = write_report(tmp_path, [("first", run.path), ("second", second.path)], samples, stages)
+    append_line(
+        second.metrics, {"kind": "eval", "step": 20, "eval/builtin/v2": 0.125, "eval/builtin_task/x": 0.5}
+    )
+    runs = [("first", run.path), ("second", second.path)]
+    page = write_report(tmp_path, runs, samples, stages, ["nothing else was run"])
     html, markdown = page.read_text(), (tmp_path / "report.md").read_text()
     assert html.count("data:image/png;base64,") == 4
     assert "http" not in html.replace("http-equiv", ""), "the report must not need the network"
     assert "3 + 4 &lt;b&gt;" in html
     assert "| first | 20 of 20 | 2,560 |" in markdown
     assert "| code | 30 % → 80 % |" in markdown
+    assert "| second | 20 | builtin/v2 | 0.1250 |" in markdown
+    assert "builtin_task" not in markdown
+    assert "nothing else was run" in html
     assert "| all | 3.2 |" in markdown or "| all | 3.3 |" in markdown
