@@ -1,7 +1,8 @@
 """The model card (README.md) of an exported folder: sizes, data, evaluation, licences, how to use it.
 
-Facts come from the run directory around the checkpoint, as far as it has them: `resolved.yaml` for the data and the
-optimiser, the runs that it continued (`train.init_from`) for their data, and `evals/step-N.json` for the scores.
+Facts come from the run directory around the checkpoint, as far as it has them: `resolved.yaml` of the run and of
+those that it continued (`train.init_from`) for the data, the manifests of the prepared data for licences, and
+`evals/step-N.json` for the scores.
 """
 
 from __future__ import annotations
@@ -129,8 +130,22 @@ def _data(phases: list[dict[str, Any]]) -> str:
         weights = sorted((data.get("weights") or {}).items(), key=lambda item: (-item[1], item[0]))
         mixture = ", ".join(f"{source} {100 * weight:.4g} %" for source, weight in weights)
         rows.append([phase["name"], data["name"], f"{data['tokens']:,}", mixture])
-    note = "\n\nTokens are each phase's budget. Licences are those of the sources."
-    return _table(["run", "recipe", "tokens", "mixture"], rows) + note
+    budgets = _table(["run", "recipe", "token budget", "mixture"], rows)
+    return budgets + "\n\n" + _table(["source", "licence", "taken from"], _sources(phases))
+
+
+def _sources(phases: list[dict[str, Any]]) -> list[list[str]]:
+    """Name, licence and origin of each source, as the manifests of the prepared data have them."""
+    rows: dict[str, list[str]] = {}
+    for data in (phase["data"] for phase in phases):
+        for source in data.get("weights") or {}:
+            manifest = Path(data["root"]) / source / "train" / "manifest.json"
+            origin: dict[str, Any] = {}
+            if manifest.is_file():
+                origin = json.loads(manifest.read_text(encoding="utf-8")).get("origin") or {}
+            taken = " ".join(str(origin[key]) for key in ("name", "revision") if origin.get(key))
+            rows[source] = [source, str(origin.get("licence") or "not on record"), taken or "not on record"]
+    return list(rows.values())
 
 
 def _evaluation(file: Path | None) -> str:
