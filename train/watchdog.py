@@ -3,8 +3,8 @@
 A rank that is stuck (a lost collective, a dead file system, a stopped process) makes all ranks wait, silently,
 until a collective's timeout. Each rank's watchdog is a thread that compares the running step with the median
 of the steps before. When it is a hang, the thread writes the Python stacks of all its rank's threads to
-logs/<attempt>/stacks-rank-N.txt (and NCCL's flight recorder beside it on a GPU), gives the other ranks time to
-do the same, records the attempt's end, and exits with EXIT_HANG. A rank without a stack file is the one to look at.
+logs/<attempt>/stacks-rank-N.txt and the record of its last collectives beside it, gives the other ranks time to do
+the same, records the attempt's end, and exits with EXIT_HANG. A rank without a stack file is the one to look at.
 
 Only training steps are watched: saves and validation have no typical time, and the first steps compile.
 """
@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -83,8 +84,7 @@ class Watchdog:
             stream.write(f"rank {self.rank} on {os.uname().nodename}, step {step}, {limit:.0f} s\n")
             stream.flush()
             faulthandler.dump_traceback(file=stream, all_threads=True)
-        if torch.cuda.is_available():
-            write_flight_recorder(folder / f"flight-recorder-rank-{self.rank}.pickle")
+        write_flight_recorder(folder / f"flight-recorder-rank-{self.rank}.pickle")
         time.sleep(GRACE_SECONDS)
         silent = [r for r in range(self.ranks) if not (folder / f"stacks-rank-{r}.txt").exists()]
         reason = f"step {step} did not end in {limit:.0f} s (median {typical:.2f} s); stacks are in {folder}"
@@ -97,7 +97,6 @@ class Watchdog:
 
 
 def write_flight_recorder(file: Path) -> None:
-    """NCCL's record of the last collectives, pickled, as torch's flight-recorder analyser reads it."""
-    from torch._C._distributed_c10d import _dump_nccl_trace  # pyright: ignore[reportAttributeAccessIssue]
-
-    file.write_bytes(_dump_nccl_trace())
+    """The last collectives of this rank, pickled, as torch's flight-recorder analyser reads them."""
+    recorder = "_dump_nccl_trace" if torch.cuda.is_available() else "_dump_fr_trace"  # NCCL's, gloo's
+    file.write_bytes(getattr(import_module("torch._C._distributed_c10d"), recorder)())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -120,6 +121,8 @@ def test_a_stopped_rank_is_found_and_named(tiny_data: Path, tmp_path: Path) -> N
     assert end["reason"].endswith("none from rank 1")
     stacks = (run.logs / "1" / "stacks-rank-0.txt").read_text()
     assert "in train_step" in stacks
+    recorded = pickle.loads((run.logs / "1" / "flight-recorder-rank-0.pickle").read_bytes())
+    assert any("all_reduce" in entry["profiling_name"] for entry in recorded["entries"])
 
 
 def test_rows_wait_in_memory_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
