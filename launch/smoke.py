@@ -86,14 +86,15 @@ def evaluations() -> list[Stage]:
         checkpoint = RunDir(FOLDER / phase).complete_checkpoints()[-1][1].relative_to(ROOT)
         words = [f"checkpoint={checkpoint}"]
         if core and phase == "sft":
-            suites, words = ["core"], [*words, f"data={core}", "limit=10"]
+            suites, words = ["core"], [*words, f"data={core}", "limit=11"]
         else:
             suites = ["builtin"]
         if shutil.which("bwrap"):
             suites.append("code")
             words += ["code_benchmarks=builtin", f"code_style={style}", "code_tokens=64"]
         stages.append(Stage(f"evaluation of {phase}", "eval", ("score", *words, f"suite={','.join(suites)}")))
-    return stages
+    runs = [str((FOLDER / phase).relative_to(ROOT)) for phase in PHASES]
+    return [*stages, Stage("evaluation report", "eval", ("report", *runs))]
 
 
 def sample(phase: str, title: str, prompt: str) -> dict[str, Any]:
