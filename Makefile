@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 PY := $(VENV)/bin/python
 
-.PHONY: setup setup-system smoke test test-slow check clean
+.PHONY: setup setup-evalplus setup-system smoke test test-slow check clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -15,6 +15,9 @@ $(VENV)/.installed: pyproject.toml
 setup: ## make the virtual environment; TORCH=torch==2.14.1 for H100 nodes
 	@if [ -f $(VENV)/.installed ] && [ "$$(cat $(VENV)/.installed)" != "$(TORCH)" ]; then rm -f $(VENV)/.installed; fi
 	@$(MAKE) --no-print-directory $(VENV)/.installed
+
+setup-evalplus: setup ## evalplus in an environment of its own; also made on first use
+	$(PY) -c "from eval.evalplus_env import setup; setup()"
 
 setup-system: ## Debian packages of the tests that need them (a real Slurm, the sandbox); they are skipped without
 	@if ! command -v slurmctld slurmd sbatch munged bwrap >/dev/null; then \
@@ -36,4 +39,4 @@ check: setup ## format, lint and types; what pre-commit runs
 	$(PY) -m pyright
 
 clean:
-	rm -rf $(VENV) runs/smoke data/smoke
+	rm -rf $(VENV) .venv-evalplus runs/smoke data/smoke
