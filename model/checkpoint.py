@@ -69,14 +69,23 @@ def load_checkpoint(
         raise CheckpointError(f"{model_file}: {error}") from None
     model = empty_model(config, dtype, device)
     state = model.state_dict()
-    metadata = dcp.FileSystemReader(directory).read_metadata()
-    if missing := state.keys() - metadata.state_dict_metadata.keys():
-        raise CheckpointError(f"{directory} lacks the weights {', '.join(sorted(missing))}")
+    _check_weights(directory, state)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant
         dcp.load(state, checkpoint_id=directory, no_dist=True)
     model.load_state_dict(state)
     return model.requires_grad_(False).eval(), config, directory / "tokenizer.model"
+
+
+def _check_weights(directory: Path, state: dict[str, torch.Tensor]) -> None:
+    """Compare names and shapes of what is stored with the model's."""
+    stored = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    if missing := state.keys() - stored.keys():
+        raise CheckpointError(f"{directory} lacks the weights {', '.join(sorted(missing))}")
+    for name, value in state.items():
+        shape = getattr(stored[name], "size", None)
+        if shape != value.shape:
+            raise CheckpointError(f"{directory}: {name} has shape {shape}, model.json asks for {value.shape}")
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -213,6 +214,13 @@ def test_parallelize_shards_every_block_and_keeps_weights(two_ranks: Any, ac_con
         dump_folder="",
     )
     assert all(isinstance(layer, FSDPModule) for layer in model.layers.values())
+    states = {m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)}
+    groups = [group for state in states for group in state._fsdp_param_groups]
+    assert len(groups) == 4 + 2  # the blocks, the embedding, and norm with head
+    # gloo cannot scale in a reduction, and the trainer divides gradients by the number of tokens itself.
+    assert all(
+        group.force_sum_reduction_for_comms and group.gradient_divide_factor == 1.0 for group in groups
+    )
     model.to_empty(device="cpu")
     model.init_seed = 5
     with torch.no_grad():
@@ -237,13 +245,14 @@ def boolean_masks(positions: torch.Tensor, config: LaneformerConfig) -> dict[str
 POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [0, 1, 2, 0, 1, 0, 1, 2, 3, 4]])
 
 
-def test_mask_by_hand():
-    seen = boolean_masks(POSITIONS, tiny(sliding_window=3))
+@pytest.mark.parametrize("window", [1, 3, 9])
+def test_mask_by_hand(window: int):
+    seen = boolean_masks(POSITIONS, tiny(sliding_window=window))
     assert set(seen) == {"full", "swa"}
-    for name, window in (("full", 99), ("swa", 3)):
+    for name, reach in (("full", 99), ("swa", window)):
         for row, starts in enumerate([[0] * 10, [0, 0, 0, 3, 3, 5, 5, 5, 5, 5]]):
             for query in range(10):
-                expected = [starts[query] <= key <= query and query - key < window for key in range(10)]
+                expected = [starts[query] <= key <= query and query - key < reach for key in range(10)]
                 assert seen[name][row, 0, query].tolist() == expected
 
 
@@ -291,6 +300,23 @@ def test_masks_can_be_passed_in_and_order_does_not_leak():
     assert torch.equal(after[1, :5], logits[1, :5])
     assert not torch.equal(after[1, 5:], logits[1, 5:])
     torch.testing.assert_close(alone, logits[1:, 3:5], rtol=0, atol=1e-5)
+
+
+def test_blocks_compile_whole_and_few_times():
+    """One graph for each kind of block (early, in the middle, last), none broken, with equal gradients."""
+    config = tiny(num_hidden_layers=8, swa_layers=[0, 1, 4])
+    tokens = torch.randint(0, 32, (2, 10), generator=torch.Generator().manual_seed(0))
+    eager, compiled = build_model(config), build_model(config)
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    for layer in compiled.layers.values():
+        layer.compile(backend=counter, fullgraph=True)
+    for model in (eager, compiled):
+        (model(tokens, POSITIONS) ** 2).sum().backward()
+    assert counter.frame_count == 3
+    for (name, one), other in zip(eager.named_parameters(), compiled.parameters(), strict=True):
+        assert one.grad is not None
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-5, atol=1e-5, msg=name)
 
 
 # TorchTitan
