@@ -107,9 +107,10 @@ def test_rows_of_different_lengths_do_not_disturb_each_other(variant: str) -> No
 def test_a_row_ends_by_its_own_context() -> None:
     """A short prompt beside a long one, on whose account it is padded, still uses the whole context."""
     model = model_of("as released")
-    (short, long), _ = generate(model, [ids(3), ids(60)], letters, max_new_tokens=100)
+    (short, long, other), _ = generate(model, [ids(3), ids(60), ids(5)], letters, max_new_tokens=100)
     assert (short.end_reason, len(short.tokens)) == ("context", 62)
     assert (long.end_reason, len(long.tokens)) == ("context", 5)
+    assert (other.end_reason, len(other.tokens)) == ("context", 60)
     (alone,), _ = generate(model, [ids(3)], letters, max_new_tokens=100)
     assert alone == short
 
