@@ -99,7 +99,7 @@ def _parse(verb: Verb, words: list[str]) -> tuple[dict[str, Any], set[str]]:
             switches.add(word)
         elif equals and key in given:
             given[key].append(text)
-        elif verb.bare and not equals and not word.startswith("-"):
+        elif verb.bare and not given[verb.bare] and not equals and not word.startswith("-"):
             given[verb.bare].append(word)
         elif word.startswith("--"):
             problems.append(f"{word} is not a switch; switches: {', '.join(verb.switches) or 'none'}")

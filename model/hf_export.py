@@ -36,7 +36,7 @@ def export_checkpoint(
     refuse_existing(out)
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes={shard_bytes} must be at least 1")
-    model, config, tokenizer = load_checkpoint(checkpoint)
+    model, config, tokenizer = load_checkpoint(checkpoint, dtype)
     template_file = checkpoint / "chat_template.jinja"
     template = template_file.read_text(encoding="utf-8") if template_file.is_file() else None
     card = checkpoint / "README.md"  # an imported folder's own
@@ -49,9 +49,8 @@ def export_checkpoint(
         type_name = str(dtype).removeprefix("torch.")
         _write_json(folder / "config.json", hugging_face_config(config, pieces, type_name))
         _write_json(folder / "generation_config.json", _generation_config(pieces))
-        weights = {
-            name: _cast(name, value, dtype) for name, value in to_released(model.state_dict(), config).items()
-        }
+        weights = to_released(model.state_dict(), config)
+        _check_finite(weights, dtype)
         write_shards(weights, folder, shard_bytes)
         for file in ("configuration_laneformer.py", "modeling_laneformer.py"):
             shutil.copyfile(CODE / file, folder / file)
@@ -64,11 +63,13 @@ def export_checkpoint(
     return out
 
 
-def _cast(name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    cast = value.to(dtype)
-    if not cast.isfinite().all():
-        raise ValueError(f"{name} has values that are not finite in {dtype}; choose another dtype")
-    return cast
+def _check_finite(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    wrong = [name for name, value in weights.items() if not value.isfinite().all()]
+    if wrong:
+        raise ValueError(
+            f"{', '.join(wrong[:5])} has values that are not finite in {dtype}; choose another dtype, if the "
+            "checkpoint's own are"
+        )
 
 
 def hugging_face_config(config: LaneformerConfig, pieces: Pieces, dtype: str) -> dict[str, Any]:

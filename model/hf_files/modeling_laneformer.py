@@ -5,7 +5,8 @@ adds to the residual streams its own outputs and those that reach it from `broad
 the model keeps in a queue. Nothing but keys and values outlives a forward pass.
 
 Attention is either `sdpa` or `eager`. Padding may be on either side. Without an attention mask, position_ids that
-start again at 0 separate packed documents. Static caches are not supported.
+start again at 0 separate packed documents. Static caches are not supported. Tested with transformers 4.57.1 and
+5.24.0.
 
 Shape suffixes:
   L lanes   B batch   S new tokens   T = B·S   D hidden width   V vocabulary   I, O inputs, outputs of a lane

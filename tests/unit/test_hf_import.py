@@ -323,3 +323,12 @@ def test_export_mistakes(tiny_data: Path, tmp_path: Path, capsys: pytest.Capture
         export_checkpoint(tmp_path / "large", tmp_path / "half", torch.float16)
     assert not (tmp_path / "half").exists()
     assert not [*tmp_path.glob(".half*")]
+
+
+def test_the_folder_may_be_given_without_its_key_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import", "one", "two", "out=x"]) == 2
+    assert "'two' is not key=value; keys: path, out, tokenizer" in capsys.readouterr().err
+    assert main(["import", "nowhere", "out=x"]) == 2
+    assert "nowhere is not a folder" in capsys.readouterr().err
+    assert main(["import", "out=x"]) == 2
+    assert "path= is needed" in capsys.readouterr().err
