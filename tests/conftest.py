@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,10 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Where transformers copies the code of exported models. One folder for the whole session: it imports what lies
+# there as one package, which cannot move.
+MODULES = tempfile.TemporaryDirectory(prefix="modules-")
+os.environ["HF_MODULES_CACHE"] = MODULES.name
 
 from train.device import prepare_torchtitan
 

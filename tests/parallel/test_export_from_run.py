@@ -51,11 +51,7 @@ def test_transformers_continues_a_text_as_we_do(
     run: RunDir,
     exported: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
-    monkeypatch.syspath_prepend(tmp_path)
     checkpoint = run.complete_checkpoints()[-1][1]
     capsys.readouterr()
     words = ["prompt=the lane hears", "max_new_tokens=30", "--json"]

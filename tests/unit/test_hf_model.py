@@ -15,19 +15,9 @@ from model.laneformer import Laneformer
 from tests.unit.hf_fixtures import VARIANTS, small_checkpoint
 
 transformers = pytest.importorskip("transformers", reason="transformers is in the dev extra")
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 PROMPTS = [[1, 40, 300, 7, 7, 290], [1, 5], [1, *range(260, 280)]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def modules_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Where transformers copies the exported code."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = str(tmp_path_factory.mktemp("modules"))
-        patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", folder)
-        patch.syspath_prepend(folder)
-        yield
 
 
 @pytest.fixture(scope="module")
