@@ -15,7 +15,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 MODULES = tempfile.TemporaryDirectory(prefix="modules-")
 os.environ["HF_MODULES_CACHE"] = MODULES.name
 
-from train.device import prepare_torchtitan
+from train.device import prepare_torchtitan  # noqa: E402 - torch must see the thread count
 
 prepare_torchtitan("cpu")  # before a test imports anything of torchtitan
 
