@@ -329,6 +329,8 @@ class LaneformerTrainer(Trainer):
         tokens_per_step = self.ntokens_seen / self.step
         row["tokens_per_second"] = tokens_per_step / seconds_per_step
         row["memory_gib"] = peak_memory_gib(self.device)
+        row["loader/ready"] = self.dataloader.loader.ready
+        row["loader/wait_seconds"] = self.dataloader.loader.wait_seconds
         if self.device.type == "cuda":
             flops = (
                 row["tokens_per_second"] / dist.get_world_size() * self.metrics_processor.num_flops_per_token

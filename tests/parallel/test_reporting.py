@@ -60,6 +60,14 @@ def test_the_time_of_a_step_is_split(run: RunDir) -> None:
         assert sum(split) == pytest.approx(row["seconds/step"], rel=0.35, abs=0.02)
 
 
+def test_the_loader_tells_how_long_it_was_waited_for(run: RunDir) -> None:
+    rows = run.metric_rows("train")
+    waits = [row["loader/wait_seconds"] for row in rows]
+    assert waits == sorted(waits)
+    assert waits[-1] <= sum(row["seconds/data"] for row in rows)
+    assert all(0 <= row["loader/ready"] <= 2 for row in rows)
+
+
 def test_no_mfu_on_cpu(run: RunDir) -> None:
     assert all("mfu" not in row for row in run.metric_rows("train"))
 
