@@ -27,6 +27,11 @@ class CheckpointError(ValueError):
     """A directory that is no complete, undamaged checkpoint; the message names the file."""
 
 
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
 def check_files(directory: Path, hashes: bool = False) -> None:
     """Compare sizes (and with hashes the SHA-256) of all files with the manifest. Raises CheckpointError."""
     manifest_file = directory / "manifest.json"
@@ -46,11 +51,8 @@ def check_files(directory: Path, hashes: bool = False) -> None:
             raise CheckpointError(f"{file} is missing, the manifest lists it")
         if size != entry["bytes"]:
             raise CheckpointError(f"{file} has {size} bytes, the manifest says {entry['bytes']}")
-        if hashes:
-            with file.open("rb") as stream:
-                digest = hashlib.file_digest(stream, "sha256").hexdigest()
-            if digest != entry["sha256"]:
-                raise CheckpointError(f"{file}: its SHA-256 differs from the manifest's")
+        if hashes and file_sha256(file) != entry["sha256"]:
+            raise CheckpointError(f"{file}: its SHA-256 differs from the manifest's")
 
 
 def load_checkpoint(

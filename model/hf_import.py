@@ -6,7 +6,6 @@ when they are loaded, so they are refused. Nor is any Python file of the folder 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import warnings
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from model.checkpoint import FORMAT, VERSION
+from model.checkpoint import FORMAT, VERSION, file_sha256
 from model.config import LaneformerConfig
 from model.hf import from_released
 from model.hf_config import read_config
@@ -180,8 +179,6 @@ def _write_manifest(folder: Path) -> None:
     """The list of all files, which makes the directory a complete checkpoint; step 0 of whatever comes next."""
     files = {}
     for file in sorted(folder.iterdir()):
-        with file.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        files[file.name] = {"bytes": file.stat().st_size, "sha256": digest}
+        files[file.name] = {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
     manifest = {"format": FORMAT, "version": VERSION, "step": 0, "files": files}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")

@@ -15,7 +15,6 @@ last step's or came with a request to stop.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import shutil
 import time
@@ -34,15 +33,8 @@ from torch.futures import Future
 from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
 from torchtitan.tools.logging import logger
 
+from model.checkpoint import FORMAT, VERSION, file_sha256
 from train.run_dir import append_line, complete_checkpoints, sync_directory, write_atomic
-
-FORMAT = "laneformer-checkpoint"
-VERSION = 1
-
-
-def file_sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 class AtomicWriter(FileSystemWriter):
