@@ -108,7 +108,7 @@ class Generation:
     """One finished sequence.
 
     end_reason: "eos", "stop" (a stop string; it is cut off), "length" (max_new_tokens), "context" (the model's
-    context is full). tokens: what was drawn, EOS included.
+    context is full), "cancelled" (by the caller). tokens: what was drawn, EOS included.
     """
 
     prompt_tokens: int
@@ -146,9 +146,11 @@ def generate(
     eos_id: int | None = None,
     stops: Sequence[str] = (),
     prefill_chunk: int | None = None,
-    on_token: Callable[[list[str]], None] | None = None,
+    on_token: Callable[[list[str]], bool | None] | None = None,
 ) -> tuple[list[Generation], Timing]:
-    """Continue each prompt (token ids). decode turns new ids into text; on_token gets all texts after each step.
+    """Continue each prompt (token ids). decode turns new ids into text.
+
+    on_token gets all texts after each step; if it returns True, the rows still going end as "cancelled".
 
     Raises ValueError for an empty prompt or stop string, or a prompt longer than the model's context.
     """
@@ -170,8 +172,9 @@ def generate(
                 row.tokens.append(token)
                 _settle(row, decode, eos_id, stops, max_new_tokens, read=on_token is not None)
         first_token = first_token or time.perf_counter()
-        if on_token:
-            on_token([row.text for row in rows])
+        if on_token and on_token([row.text for row in rows]):
+            for row in rows:
+                row.end_reason = row.end_reason or "cancelled"
         going = [i for i, row in enumerate(alive) if row.end_reason is None]
         if not going:
             break
@@ -187,7 +190,7 @@ def generate(
             prompt_tokens=row.prompt_tokens,
             tokens=row.tokens,
             text=row.text,
-            end_reason=row.end_reason or "length",
+            end_reason=row.end_reason,
         )
         for row in rows
     ]
