@@ -15,8 +15,9 @@ import sentencepiece
 import torch
 from safetensors.torch import save_file
 
-from model.cli import _tokenize, main
+from model.cli import main
 from model.hf import read_weights
+from model.verbs_decode import _tokenize
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
