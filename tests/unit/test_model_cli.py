@@ -11,13 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sentencepiece
 import torch
 from safetensors.torch import save_file
 
 from model.cli import main
 from model.hf import read_weights
-from model.verbs_decode import _tokenize
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -154,28 +152,6 @@ def test_sizes_need_no_torch() -> None:
         "import sys; from model.cli import main; main(['sizes', '--json']); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-
-
-def test_new_text_continues_the_prompt(tmp_path: Path) -> None:
-    """Also with a tokenizer that, as Llama 2's, puts a space before a text and drops it when reading."""
-    text = tmp_path / "text"
-    text.write_text("the lane is the lane and the lane was a lane\n" * 20)
-    for adds_space in (True, False):
-        sentencepiece.SentencePieceTrainer.train(
-            input=str(text),
-            model_prefix=str(tmp_path / "t"),
-            vocab_size=290,
-            model_type="bpe",
-            byte_fallback=True,
-            add_dummy_prefix=adds_space,
-            hard_vocab_limit=False,
-            minloglevel=9,
-        )
-        prompt, decode, _ = _tokenize(tmp_path / "t.model", "the lane")
-        whole, _, _ = _tokenize(tmp_path / "t.model", "the lane was a lane")
-        assert whole[: len(prompt)] == prompt
-        assert decode(whole[len(prompt) :]) == " was a lane"
-        assert prompt[0] == 1
 
 
 def test_help_lists_every_key_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
