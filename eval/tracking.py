@@ -8,9 +8,12 @@ which refuses to go back when an old checkpoint is scored late.
 
 from __future__ import annotations
 
+import netrc
 import os
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -86,24 +89,21 @@ def _to_wandb(
 ) -> None:
     import wandb
 
-    online = bool(os.environ.get("WANDB_API_KEY")) and os.environ.get("WANDB_MODE") != "offline"
-    group, _, _ = config["name"].rpartition("/")
-    # Online, the trainer may be writing to the same run: "shared" lets several processes do so.
+    mode = _wandb_mode()
+    # The trainer owns the run's name, group and state; this process only adds to its history.
     session = wandb.init(
         project=config["wandb_project"],
-        name=config["name"],
-        group=group or None,
         id=run.wandb_id(),
-        resume=None if online else "allow",
+        resume=None if mode == "shared" else "allow",  # what is shared is appended to in any case
         dir=os.fspath(run.path),
-        mode="shared" if online else "offline",
+        mode=mode,
         settings=wandb.Settings(
             console="off",
             silent=True,
             x_disable_stats=True,
-            x_primary=not online,
+            x_primary=mode != "shared",
             x_label="eval",
-            x_update_finish_state=not online,
+            x_update_finish_state=mode != "shared",
         ),
     )
     session.define_metric("eval/step")
@@ -112,3 +112,22 @@ def _to_wandb(
         session.log({"eval/step": row["step"], **_scores(row)})
     session.summary.update({f"best/{key}": value for key, value in highest.items()})
     session.finish()
+
+
+def _wandb_mode() -> Literal["shared", "offline", "disabled"]:
+    """As the trainer (train/wandb_mode.py says why "shared"): both may write to the same W&B run at once."""
+    asked = os.environ.get("WANDB_MODE", "")
+    if asked == "disabled":
+        return "disabled"
+    return "offline" if asked in ("offline", "dryrun") or not _has_wandb_key() else "shared"
+
+
+def _has_wandb_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    file = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    try:
+        return host is not None and netrc.netrc(file).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

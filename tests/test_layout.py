@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "data_mixtures": set(),
     "train": {"model", "data_mixtures"},
     "eval": {"model", "data_mixtures.tokenizer"},
-    "launch": {"train.config", "train.run_dir"},
+    "launch": {"train.config", "train.run_dir", "train.views", "train.wandb_mode"},
 }
 MAY_USE_TORCHTITAN = {
     "model/laneformer.py",
@@ -38,6 +38,8 @@ NO_TORCH = {
     "data_mixtures/tokenizer.py",
     "train/config.py",
     "train/run_dir.py",
+    "train/views.py",
+    "train/wandb_mode.py",
     "train/cli.py",
     *(str(file.relative_to(ROOT)) for file in (ROOT / "launch").glob("*.py")),
 }

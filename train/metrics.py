@@ -1,7 +1,8 @@
 """What a run reports: metrics.jsonl, TensorBoard, W&B and one progress line, from the same row of numbers.
 
 The row's keys are the tags everywhere. W&B gets one fixed run id and `train/step` as its x-axis, never its
-own step counter, because that counter can't go back when an attempt resumes before the last logged step.
+own step counter, because that counter can't go back when an attempt resumes before the last logged step. What is
+drawn of it, and how, is train/views.py.
 """
 
 from __future__ import annotations
@@ -18,33 +19,44 @@ from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsPr
 from torchtitan.tools.logging import logger
 
 from train.run_dir import RunDir, append_line
+from train.views import VIEWS
+from train.wandb_mode import wandb_mode
 
 
 class WandbRun(BaseLogger):
-    """One W&B run for all attempts; offline where no key is set."""
+    """One W&B run for all attempts and for the evaluation beside them (eval/tracking.py)."""
 
-    def __init__(self, run: RunDir, project: str, name: str, config: dict[str, Any] | None):
+    def __init__(
+        self,
+        run: RunDir,
+        project: str,
+        name: str,
+        group: str,
+        tokens_per_step: int,
+        config: dict[str, Any] | None,
+    ):
         import wandb
 
         run.wandb.mkdir(parents=True, exist_ok=True)
-        online = bool(os.environ.get("WANDB_API_KEY")) and os.environ.get("WANDB_MODE") != "offline"
-        group, _, _ = name.rpartition("/")
+        mode = wandb_mode()
+        self.tokens_per_step = tokens_per_step
         self.run = wandb.init(
             project=project,
             name=name,
-            group=group or None,
+            group=group,
             id=run.wandb_id(),
-            resume="allow",
+            resume=None if mode == "shared" else "allow",  # what is shared is appended to in any case
             dir=os.fspath(run.path),
-            mode="online" if online else "offline",
+            mode=mode,
             config=config,
-            settings=wandb.Settings(console="off", x_disable_stats=True),
+            settings=wandb.Settings(console="off", x_disable_stats=True, x_primary=True, x_label="train"),
         )
-        self.run.define_metric("train/step")
+        for axis in ("train/step", "train/tokens"):
+            self.run.define_metric(axis)
         self.run.define_metric("*", step_metric="train/step")
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        self.run.log({"train/step": step, **metrics})
+        self.run.log({"train/step": step, "train/tokens": step * self.tokens_per_step, **metrics})
 
     def close(self) -> None:
         self.run.finish()
@@ -59,7 +71,9 @@ class RunMetrics(MetricsProcessor):
         """The run directory."""
         name: str = ""
         total_steps: int = 0
+        tokens_per_step: int = 0
         wandb_project: str = ""
+        wandb_group: str = ""
         resolved: dict[str, Any] | None = None
         """The resolved configuration, shown in W&B."""
 
@@ -75,9 +89,19 @@ class RunMetrics(MetricsProcessor):
         container = LoggerContainer()
         if dist.get_rank() == 0:
             if config.enable_tensorboard:
-                container.add_logger(TensorBoardLogger(os.fspath(self.run.tensorboard)))
+                tensorboard = TensorBoardLogger(os.fspath(self.run.tensorboard))
+                tensorboard.writer.add_custom_scalars(tensorboard_layout())
+                container.add_logger(tensorboard)
             if config.enable_wandb:
-                container.add_logger(WandbRun(self.run, config.wandb_project, config.name, config.resolved))
+                wandb_run = WandbRun(
+                    self.run,
+                    config.wandb_project,
+                    config.name,
+                    config.wandb_group,
+                    config.tokens_per_step,
+                    config.resolved,
+                )
+                container.add_logger(wandb_run)
         return container
 
     def log_row(self, kind: str, step: int, row: dict[str, float]) -> None:
@@ -103,6 +127,14 @@ class RunMetrics(MetricsProcessor):
             f"grad norm {row['grad_norm']:.3f}  lr {row['lr']:.3e}  "
             f"{row['tokens_per_second']:,.0f} tokens/s  memory {row['memory_gib']:.2f} GiB  ETA {duration(left)}"
         )
+
+
+def tensorboard_layout() -> dict[str, dict[str, list[Any]]]:
+    """train/views.py as TensorBoard's "custom scalars" takes it: tags are regular expressions there."""
+    return {
+        section: {chart.title: ["Multiline", [chart.pattern]] for chart in charts}
+        for section, charts in VIEWS.items()
+    }
 
 
 def duration(seconds: float) -> str:

@@ -21,7 +21,7 @@ from torchtitan.trainer import Trainer
 from data_mixtures.chat import JINJA_TEMPLATE
 from model.titan_spec import model_spec
 from train.checkpoint import RunCheckpointer
-from train.config import RunConfig
+from train.config import RunConfig, load_resolved
 from train.loader import MixtureDataLoader, RunTokenizer
 from train.metrics import RunMetrics
 from train.run_dir import RunDir, write_atomic
@@ -115,9 +115,21 @@ def metrics(config: RunConfig, run: RunDir) -> MetricsProcessor.Config:
         run=os.fspath(run.path),
         name=config.name,
         total_steps=config.steps,
+        tokens_per_step=config.tokens_per_step,
         wandb_project=config.metrics.wandb_project,
+        wandb_group=chain_name(config),
         resolved=config.to_dict(),
     )
+
+
+def chain_name(config: RunConfig) -> str:
+    """What the phases of one training have in common: the folder of their names, else the first phase's name."""
+    folder, _, _ = config.name.rpartition("/")
+    if folder:
+        return folder
+    before = config.train.init_from
+    earlier = RunDir(Path(config.runs) / before).resolved if before else None
+    return chain_name(load_resolved(earlier)) if earlier and earlier.exists() else config.name
 
 
 def optimizer(config: RunConfig) -> OptimizersContainer.Config:

@@ -336,9 +336,12 @@ class LaneformerTrainer(Trainer):
                 row["tokens_per_second"] / dist.get_world_size() * self.metrics_processor.num_flops_per_token
             )
             row["mfu"] = flops / self.metrics_processor.gpu_peak_flops
+        planned = self.dataloader.loader.mixture.consumed(int(row["sequences"]))
         for source in self.sources:
             row[f"data/{source}/sequences"] = self.consumed_sequences[source]
             row[f"data/{source}/tokens"] = self.consumed_tokens[source]
+            row[f"data/{source}/share"] = self.consumed_sequences[source] / row["sequences"]
+            row[f"data/{source}/planned"] = planned[source] / row["sequences"]
         self.metrics_processor.log_row("train", self.step, row)
         self.metrics_processor.progress(self.step, row, seconds_per_step)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -12,6 +15,7 @@ from launch.report import write_report
 from tests.runs import train
 from tests.tiny import tiny_config
 from train.run_dir import RunDir, append_line
+from train.views import VIEWS
 
 WORDS = ["metrics.tensorboard=true", "metrics.wandb=true", "validation.every_steps=10"]
 SECRET = "0123456789abcdef" * 2 + "01234567"  # never whole in a file, which a diff could hold
@@ -39,6 +43,38 @@ def test_tensorboard_has_the_numbers_of_the_jsonl(run: RunDir) -> None:
         for tag in tags:
             told = {event.step: event.value for event in events.Scalars(tag)}
             assert told == pytest.approx({row["step"]: row[tag] for row in rows if tag in row}, rel=1e-6)
+
+
+def test_every_number_is_on_a_chart(run: RunDir) -> None:
+    """But for counters, which only serve others as an axis or for the audit, and the part of a shown whole."""
+    unseen = {"kind", "step", "time", "tokens", "sequences", "seconds/step", "loader/wait_seconds"}
+    shown = [chart for charts in VIEWS.values() for chart in charts]
+    for kind in ("train", "validation"):
+        tags = [tag for row in run.metric_rows(kind) for tag in row if not tag.endswith("/sequences")]
+        assert {tag for tag in tags if not any(chart.of([tag]) for chart in shown)} <= unseen
+
+
+def test_consumed_and_planned_shares(run: RunDir) -> None:
+    for row in run.metric_rows("train"):
+        for source, weight in (("prose", 0.7), ("code", 0.3)):
+            assert row[f"data/{source}/share"] == row[f"data/{source}/planned"]
+            assert abs(row[f"data/{source}/planned"] - weight) < 1 / row["sequences"]
+
+
+def test_tensorboard_has_a_layout_of_the_same_views(run: RunDir) -> None:
+    events = EventAccumulator(str(run.tensorboard)).Reload()
+    layout: Any = importlib.import_module("tensorboard.plugins.custom_scalar.layout_pb2").Layout()
+    layout.ParseFromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
+    assert [category.title for category in layout.category] == list(VIEWS)
+    tags = events.Tags()["scalars"]
+    found = {
+        chart.title: [tag for tag in tags if re.match(chart.multiline.tag[0], tag)]
+        for category in layout.category
+        for chart in category.chart
+    }
+    assert found["Held-out loss"] == ["validation/prose/loss", "validation/code/loss"]
+    assert found["Learning rate"] == ["lr"]
+    assert found["Where a step's time goes"] != []
 
 
 def test_wandb_is_written_offline_under_the_fixed_id(run: RunDir) -> None:
