@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
-from model.decode import Decode
+if TYPE_CHECKING:
+    from model.decode import Decode
 
 SPACE = "\u2581"  # what SentencePiece writes for a space inside a piece
 REPLACEMENT = "\ufffd"  # what bytes that are no character read as
