@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-import jinja2
-import jinja2.sandbox
+from model.chat_template import compile_template
 
 Style = Literal["base", "chat"]
 Render = Callable[[Sequence[dict[str, str]]], str]
@@ -66,19 +65,11 @@ def solution(problem: str, continuation: str, style: Style, dataset: str) -> str
 def chat_renderer(template: str, eos_token: str = "</s>", bos_token: str = "") -> Render:
     """`Render` for a chat template in Hugging Face's Jinja dialect (chat_template.jinja). BOS is left out of the
     text by default, for tokenizers that add it and do not read it."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.globals["raise_exception"] = _refuse
-    for tag in ("generation", "endgeneration"):  # these only mark what to train on
-        template = template.replace(f"{{% {tag} %}}", "").replace(f"{{%- {tag} %}}", "")
-    compiled = environment.from_string(template)
+    compiled = compile_template(template)
 
     def render(messages: Sequence[dict[str, str]]) -> str:
-        return compiled.render(
+        return compiled(
             messages=list(messages), bos_token=bos_token, eos_token=eos_token, add_generation_prompt=False
         )
 
     return render
-
-
-def _refuse(message: str) -> None:
-    raise ValueError(f"the chat template refuses the conversation: {message}")
