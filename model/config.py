@@ -25,6 +25,7 @@ import yaml
 LmHeadType = Literal["replicate", "lane", "vocab_parallel"]
 Kind = Literal["attention", "mlp"]
 Exchange = Literal["sum", "local", "delayed"]
+Kernels = Literal["auto", "triton", "torch"]
 
 SIZES_DIR = Path(__file__).resolve().parent.parent / "configs" / "model"
 
@@ -250,6 +251,21 @@ class LaneformerConfig:
         """Bytes of weights read to decode one token: all but the embedding table, of which it is one row."""
         unread = 0 if self.tie_word_embeddings else (self.vocab_size - 1) * self.hidden_size
         return (self.num_parameters() - unread) * bytes_per_element
+
+
+def segment_length(policy: str) -> int | None:
+    """Layers of a segment in the checkpointing policy "segments:N"; None for "none" and "selective".
+
+    model/recompute.py says what they mean. Raises ValueError for anything else.
+    """
+    name, _, number = policy.partition(":")
+    if policy in ("none", "selective"):
+        return None
+    if name != "segments" or not number.isdecimal() or int(number) < 1:
+        raise ValueError(
+            f"{policy!r} must be none, selective or segments:N, N layers computed again together"
+        )
+    return int(number)
 
 
 def size_names() -> list[str]:

@@ -1,85 +1,35 @@
 """The Laneformer on one device, as a TorchTitan model.
 
-Activations are lane-major, (L, T, D), so that every linear map is one batched matrix multiplication. Each
-weight is one two-dimensional parameter (L·out, in), lane after lane, which fully_shard cuts evenly at any
-world size. The rows of lane l are [queries; keys; values] in wqkv and [w1; w3] in w13. Released names and
-shapes exist only in model/hf.py; initial weights are in model/initialisation.py, masks in model/masks.py, and
-the mathematics that decoding shares in model/lanes.py.
+The layers are in model/blocks.py, the mathematics that decoding shares in model/lanes.py, initial weights in
+model/initialisation.py, masks in model/masks.py. Released names and shapes exist only in model/hf.py.
 
-A block takes the residual streams and the two partial outputs (attention, SwiGLU) that reach it from `delay`
-layers earlier. It returns the streams and its own two partials, or None for one that no later layer awaits.
-The model keeps those under way in a queue of `delay` entries. Nothing else passes between blocks, so
-activation checkpointing, compilation and FSDP apply to each block by itself.
+Between layers pass the residual streams, the SwiGLU outputs that the next block is to add, and the partial
+outputs under way: a queue with one entry for each layer of the delay, from which a block gets those that have
+arrived. Nothing else does, so activation checkpointing, compilation and FSDP apply to each block by itself.
 
 Shape suffixes:
   L lanes   B batch   S sequence   T = B·S tokens   D hidden width   V vocabulary
-  N query heads   K key/value heads   E head width   H half the head width   O a linear map's outputs per lane
+  H half the head width   I inputs of the head
 """
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask
-from torchtitan.models.common.attention import BaseAttention, FlexAttention
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.embedding import Embedding
 from torchtitan.models.common.linear import Linear
-from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.protocols.module import Module
 
-from model.config import Exchange, LaneformerConfig
+from model.blocks import LaneAttention, LaneBlock, LaneLinear, LaneNorm, MaskedAttention
+from model.config import LaneformerConfig
 from model.initialisation import initialise
 from model.kv_cache import LayerCache
-from model.lanes import (
-    heads_first,
-    increment,
-    lane_matmul,
-    lanes_first,
-    rms_norm,
-    rotary_table,
-    rotate,
-)
+from model.lanes import lane_matmul, rotary_table
 from model.masks import Mask, attention_masks
-
-Partials = tuple[torch.Tensor | None, torch.Tensor | None]  # of attention and SwiGLU
-
-
-class LaneLinear(Module):
-    """One linear map per lane: (L, T, in) → (L, T, out)."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Module.Config):
-        num_lanes: int
-        in_features: int
-        out_features: int
-
-    def __init__(self, config: Config):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.num_lanes * config.out_features, config.in_features))
-
-    def forward(self, x_LTI: torch.Tensor) -> torch.Tensor:
-        return lane_matmul(x_LTI, self.weight)
-
-
-class LaneNorm(RMSNorm):
-    """RMS norm of each lane, with one scale (D,) or, for num_scales = L, one per lane (L·D,)."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(RMSNorm.Config):
-        num_scales: int
-
-    def __init__(self, config: Config):
-        super().__init__(config)
-        self.norm_eps = config.eps
-        self.weight = nn.Parameter(torch.empty(config.num_scales * config.normalized_shape))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.norm_eps)
+from model.recompute import recomputed
 
 
 class FinalNorm(LaneNorm):
@@ -106,17 +56,6 @@ class FinalNorm(LaneNorm):
         return normed_LTD[0] if normed_LTD.shape[0] == 1 else normed_LTD.mean(0)
 
 
-def _linear(sizes: LaneformerConfig, inputs: int, outputs: int) -> LaneLinear:
-    return LaneLinear.Config(num_lanes=sizes.num_lanes, in_features=inputs, out_features=outputs).build()
-
-
-def _norm(sizes: LaneformerConfig) -> LaneNorm:
-    num_scales = 1 if sizes.replicated_rmsn_scale else sizes.num_lanes
-    return LaneNorm.Config(
-        normalized_shape=sizes.hidden_size, eps=sizes.norm_eps, num_scales=num_scales
-    ).build()
-
-
 class VocabParallelHead(LaneLinear):
     """Lane l's state gives the l-th slice of the vocabulary: (B, S, L·D) → (B, S, V)."""
 
@@ -132,131 +71,6 @@ class VocabParallelHead(LaneLinear):
         batch, seq, _ = x_BSI.shape
         x_LTD = x_BSI.reshape(batch * seq, self.num_lanes, -1).transpose(0, 1)
         return lane_matmul(x_LTD, self.weight).transpose(0, 1).reshape(batch, seq, -1)
-
-
-class MaskedAttention(FlexAttention):
-    """Attention under a mask: flex for a BlockMask, else fused attention with a boolean (B, 1, S, S).
-
-    When decoding, a layer's cache stands in the mask's place: it takes in the new keys and values and says what
-    the queries see. Head n of N reads key/value head n // (N / K), which lies in the same lane.
-    """
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(FlexAttention.Config):
-        pass
-
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, q_BNSE: torch.Tensor, k_BKSE: torch.Tensor, v_BKSE: torch.Tensor, mask: Mask | LayerCache | None
-    ) -> torch.Tensor:
-        if isinstance(mask, LayerCache):
-            k_BKSE, v_BKSE, mask = mask.extend(k_BKSE, v_BKSE)
-        grouped = q_BNSE.shape[1] != k_BKSE.shape[1]
-        if not isinstance(mask, BlockMask):
-            return F.scaled_dot_product_attention(q_BNSE, k_BKSE, v_BKSE, attn_mask=mask, enable_gqa=grouped)
-        out_BNSE, _ = FlexAttention.compiled_flex_attn(
-            q_BNSE,
-            k_BKSE,
-            v_BKSE,
-            score_mod=None,
-            block_mask=mask,
-            scale=None,
-            enable_gqa=grouped,
-            return_aux=AuxRequest(lse=False),
-            kernel_options=self.kernel_options,
-        )
-        return out_BNSE
-
-
-class LaneAttention(BaseAttention):
-    """Grouped-query attention within lanes: normed states (L, T, D) → partial outputs (L, T, D)."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(BaseAttention.Config):
-        sizes: LaneformerConfig
-
-    def __init__(self, config: Config):
-        super().__init__()
-        sizes = config.sizes
-        self.num_lanes = sizes.num_lanes
-        self.head_dim = sizes.head_dim
-        queries = sizes.hidden_size // sizes.num_lanes
-        keys = sizes.num_key_value_heads * sizes.head_dim // sizes.num_lanes
-        self.split = (queries, keys, keys)
-        self.wqkv = _linear(sizes, sizes.hidden_size, sum(self.split))
-        self.wo = _linear(sizes, queries, sizes.hidden_size)
-        self.inner_attention = config.inner_attention.build()
-
-    def forward(
-        self, x_LTD: torch.Tensor, cos_BSH: torch.Tensor, sin_BSH: torch.Tensor, mask: Mask | LayerCache
-    ) -> torch.Tensor:
-        batch = cos_BSH.shape[0]
-        q, k, v = (heads_first(x, batch, self.head_dim) for x in self.wqkv(x_LTD).split(self.split, dim=-1))
-        cos, sin = cos_BSH[:, None, None], sin_BSH[:, None, None]
-        q_BNSE = rotate(q, cos, sin).flatten(1, 2)
-        k_BKSE = rotate(k, cos, sin).flatten(1, 2)
-        v_BKSE = v.flatten(1, 2)
-        return self.wo(lanes_first(self.inner_attention(q_BNSE, k_BKSE, v_BKSE, mask), self.num_lanes))
-
-
-class LaneFeedForward(Module):
-    """SwiGLU within lanes: normed states (L, T, D) → partial outputs (L, T, D)."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Module.Config):
-        sizes: LaneformerConfig
-
-    def __init__(self, config: Config):
-        super().__init__()
-        sizes = config.sizes
-        hidden = sizes.intermediate_size // sizes.num_lanes
-        self.w13 = _linear(sizes, sizes.hidden_size, 2 * hidden)
-        self.w2 = _linear(sizes, hidden, sizes.hidden_size)
-
-    def forward(self, x_LTD: torch.Tensor) -> torch.Tensor:
-        gate, value = self.w13(x_LTD).chunk(2, dim=-1)
-        return self.w2(F.silu(gate) * value)
-
-
-class LaneBlock(Module):
-    """One layer: attention and SwiGLU, each added to the residual streams by its kind of exchange."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Module.Config):
-        sizes: LaneformerConfig
-        layer: int
-        attention: LaneAttention.Config
-        """A field of its own because the trainer looks here for how to mask."""
-
-    def __init__(self, config: Config):
-        super().__init__()
-        sizes, layer = config.sizes, config.layer
-        self.attention_norm = _norm(sizes)
-        self.attention = config.attention.build()
-        self.ffn_norm = _norm(sizes)
-        self.feed_forward = LaneFeedForward.Config(sizes=sizes).build()
-        self.attention_exchange: Exchange = sizes.exchange(layer, "attention")
-        self.mlp_exchange: Exchange = sizes.exchange(layer, "mlp")
-        self.attention_awaited = sizes.is_awaited(layer, "attention")
-        self.mlp_awaited = sizes.is_awaited(layer, "mlp")
-
-    def forward(
-        self,
-        x_LTD: torch.Tensor,
-        awaited_attention_LTD: torch.Tensor | None,
-        awaited_mlp_LTD: torch.Tensor | None,
-        cos_BSH: torch.Tensor,
-        sin_BSH: torch.Tensor,
-        mask: Mask | LayerCache,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        attention_LTD = self.attention(self.attention_norm(x_LTD), cos_BSH, sin_BSH, mask)
-        x_LTD = x_LTD + increment(self.attention_exchange, attention_LTD, awaited_attention_LTD)
-        mlp_LTD = self.feed_forward(self.ffn_norm(x_LTD))
-        x_LTD = x_LTD + increment(self.mlp_exchange, mlp_LTD, awaited_mlp_LTD)
-        return (
-            x_LTD,
-            attention_LTD if self.attention_awaited else None,
-            mlp_LTD if self.mlp_awaited else None,
-        )
 
 
 class Rotary(Module):
@@ -318,6 +132,9 @@ class Laneformer(Decoder):
         def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
             return self.sizes.num_parameters(), self.sizes.flops_per_token(seq_len)
 
+    segment_length: int | None = None
+    """Layers that backward computes again together; None: none. See model/recompute.py."""
+
     def __init__(self, config: Config):
         super().__init__(config)
         self.sizes = config.sizes
@@ -367,17 +184,48 @@ class Laneformer(Decoder):
         self, tokens_BS: torch.Tensor, positions_BS: torch.Tensor, masks: Sequence[Mask | LayerCache]
     ) -> torch.Tensor:
         """The residual streams (L, T, D) after the last layer; masks holds each layer's mask or cache."""
-        cos_BSH, sin_BSH = self.rotary(positions_BS)
+        rotation = self.rotary(positions_BS)
         x_1TD = self.tok_embeddings(tokens_BS).view(1, tokens_BS.numel(), -1)
         # Contiguous, so that compiled blocks all see the same strides.
         x_LTD = x_1TD.expand(self.sizes.num_lanes, -1, -1).contiguous()
-        under_way: deque[Partials] = deque([(None, None)] * self.sizes.broadcast_delay)
-        for layer, mask in zip(self.layers.values(), masks, strict=True):
-            awaited = under_way.popleft() if under_way else (None, None)
-            x_LTD, *partials = layer(x_LTD, *awaited, cos_BSH, sin_BSH, mask)
-            if self.sizes.broadcast_delay:
-                under_way.append((partials[0], partials[1]))
-        return x_LTD
+        layers = list(zip(self.layers.values(), masks, strict=True))
+        state: tuple[Any, ...] = (x_LTD, *[None] * (2 + 2 * self.sizes.broadcast_delay))
+        length = self.segment_length or len(layers)
+        for first in range(0, len(layers), length):
+            segment = layers[first : first + length]
+            if self.segment_length:
+                # The segment as an argument, since each one is computed again after the loop has gone on.
+                state = recomputed(_run_layers, segment, *rotation, *state)
+            else:
+                state = _run_layers(segment, *rotation, *state)
+        return state[0]
+
+
+def _run_layers(
+    layers: Sequence[tuple[nn.Module, Mask | LayerCache]],
+    cos_BSH: torch.Tensor,
+    sin_BSH: torch.Tensor,
+    x_LTD: torch.Tensor,
+    mlp_LTD: torch.Tensor | None,
+    awaited_mlp_LTD: torch.Tensor | None,
+    *under_way: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:
+    """Layers in a row. Takes and returns what passes between layers, flat:
+
+    the residual streams, the SwiGLU outputs still to be added, what arrives with them, and the partial outputs
+    under way, of attention and SwiGLU in turn, the oldest first; None for those that nobody awaits.
+    """
+    queue = list(under_way)
+    for layer, mask in layers:
+        arrived = (queue.pop(0), queue.pop(0)) if queue else (None, None)
+        last = arrived[1] if layer.last_exchange is not None else None
+        x_LTD, attention_LTD, own_LTD = layer(
+            x_LTD, mlp_LTD, awaited_mlp_LTD, arrived[0], last, cos_BSH, sin_BSH, mask
+        )
+        mlp_LTD, awaited_mlp_LTD = own_LTD, arrived[1]
+        if under_way:
+            queue += [attention_LTD, own_LTD if layer.mlp_awaited else None]
+    return x_LTD, mlp_LTD, awaited_mlp_LTD, *queue
 
 
 def _module_configs(sizes: LaneformerConfig) -> dict[str, Any]:

@@ -1,6 +1,8 @@
-"""How the Laneformer is spread over devices: activation checkpointing, then compilation, then FSDP or HSDP.
+"""How the Laneformer is made fast and spread over devices.
 
-The order matters: a compiled block contains its checkpointing, and FSDP's hooks lie outside what is compiled.
+In this order: kernels, activation checkpointing, compilation, then FSDP or HSDP. The order matters: a compiled
+block contains its checkpointing, and FSDP's hooks lie outside what is compiled. Segments of several layers are
+recomputed around compiled blocks.
 """
 
 import torch
@@ -11,7 +13,38 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 
+from model.blocks import LaneBlock
+from model.config import Kernels, segment_length
 from model.laneformer import Laneformer
+
+
+def set_kernels(model: Laneformer, kernels: Kernels, device_type: str) -> None:
+    """Choose what adds partial outputs and norms: our Triton kernel, or torch's operations.
+
+    "auto" takes Triton's on a GPU. Torch's operations are fused by the compiler where blocks are compiled.
+    """
+    fused = kernels == "triton" or (kernels == "auto" and device_type == "cuda")
+    for block in _blocks(model):
+        block.fused = fused
+
+
+def set_checkpointing(model: Laneformer, policy: str) -> None:
+    """Choose what the backward pass computes again: "none", "selective" or "segments:N" (model/recompute.py)."""
+    model.segment_length = segment_length(policy)
+    for block in _blocks(model):
+        block.recompute = policy == "selective"
+
+
+def compile_blocks(model: Laneformer, compile_config: CompileConfig, parallel_dims: ParallelDims) -> None:
+    """Compile each block whole, and the final norm. Blocks of one kind share their code.
+
+    Kinds differ in how partial outputs are exchanged, and on a GPU in the mask; each is compiled once for
+    training and once for validation, which takes no gradients.
+    """
+    # All kinds count against one limit, whose default of 8 the 2b size would exceed.
+    torch._dynamo.config.recompile_limit = 64
+    apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
+    model.norm.compile(backend=compile_config.backend, fullgraph=True)
 
 
 def parallelize_laneformer(
@@ -23,18 +56,25 @@ def parallelize_laneformer(
     compile_config: CompileConfig,
     ac_config: ActivationCheckpointing.Config | None,
     dump_folder: str,
+    kernels: Kernels = "auto",
+    activation_checkpoint: str = "none",
 ) -> Laneformer:
     """Apply the settings to the model in place, preferably on the meta device.
 
-    A single rank is wrapped too, because FSDP also casts parameters to the training precision.
+    A single rank is wrapped too, because FSDP also casts parameters to the training precision. TorchTitan's own
+    activation checkpointing (ac_config) knows nothing of partial outputs under way and is refused.
     """
     if ac_config is not None:
-        ac_config.build(dump_folder=dump_folder).apply(model)
-    if compile_config.enable and "model" in compile_config.components:
-        apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
-
+        raise ValueError(
+            f"ac_config is {ac_config}, but must be None: choose activation_checkpoint in model_spec, for a "
+            "Laneformer's layers pass more than one tensor"
+        )
     axes = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
     mesh = parallel_dims.get_mesh(axes)
+    set_kernels(model, kernels, mesh.device_type)
+    set_checkpointing(model, activation_checkpoint)
+    if compile_config.enable and "model" in compile_config.components:
+        compile_blocks(model, compile_config, parallel_dims)
     apply_fsdp_to_decoder(
         model,
         mesh,
@@ -48,6 +88,10 @@ def parallelize_laneformer(
     if mesh.device_type == "cpu":
         _sum_without_scaling(model)
     return model
+
+
+def _blocks(model: Laneformer) -> list[LaneBlock]:
+    return [module for module in model.modules() if isinstance(module, LaneBlock)]
 
 
 def _sum_without_scaling(model: torch.nn.Module) -> None:

@@ -18,12 +18,14 @@ MAY_IMPORT = {
     "launch": {"train.config", "train.run_dir", "train.views", "train.wandb_mode"},
 }
 MAY_USE_TORCHTITAN = {
+    "model/blocks.py",
     "model/laneformer.py",
     "model/parallelize.py",
     "model/titan_spec.py",
     "train/checkpoint.py",
     "train/device.py",
     "train/loader.py",
+    "train/loss.py",
     "train/metrics.py",
     "train/session.py",
     "train/titan.py",

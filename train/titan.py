@@ -15,7 +15,6 @@ from torchtitan.config.configs import (
     ParallelismConfig,
     TrainingConfig,
 )
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.trainer import Trainer
 
 from data_mixtures.chat import JINJA_TEMPLATE
@@ -23,20 +22,25 @@ from model.titan_spec import model_spec
 from train.checkpoint import RunCheckpointer
 from train.config import RunConfig, load_resolved
 from train.loader import MixtureDataLoader, RunTokenizer
+from train.loss import loss_config
 from train.metrics import RunMetrics
 from train.run_dir import RunDir, write_atomic
-from train.trainer import RowCrossEntropy
 from train.validate import SourceValidator
 
-ACTIVATION_CHECKPOINT = {"none": None, "selective": SelectiveAC.Config, "full": FullAC.Config}
+DECAY_GROUPS = {"norms": "norm", "embeddings": "tok_embeddings"}  # parts of parameters' names
 
 
 def trainer_config(config: RunConfig, run: RunDir, init_from: Path | None) -> Trainer.Config:
     """`init_from` is the checkpoint directory whose weights the run starts from, if any."""
     tokenizer = run.path / "tokenizer.model"
-    checkpointing = ACTIVATION_CHECKPOINT[config.parallel.activation_checkpoint]
     return Trainer.Config(
-        model_spec=model_spec(config.model, flavor=config.name, init_seed=config.train.seed),
+        model_spec=model_spec(
+            config.model,
+            flavor=config.name,
+            init_seed=config.train.seed,
+            kernels=config.parallel.kernels,
+            activation_checkpoint=config.parallel.activation_checkpoint,
+        ),
         hf_assets_path=os.fspath(tokenizer),
         dump_folder=os.fspath(run.path),
         tokenizer=RunTokenizer.Config(),
@@ -44,7 +48,7 @@ def trainer_config(config: RunConfig, run: RunDir, init_from: Path | None) -> Tr
         metrics=metrics(config, run),
         optimizer=optimizer(config),
         lr_scheduler=lr_scheduler(config),
-        loss=RowCrossEntropy.Config(),
+        loss=loss_config(config.parallel.loss_chunks, config.optim.z_loss),
         training=TrainingConfig(
             local_batch_size=config.train.local_batch_size,
             global_batch_size=config.train.global_batch_size,
@@ -72,7 +76,7 @@ def trainer_config(config: RunConfig, run: RunDir, init_from: Path | None) -> Tr
             initial_load_path=os.fspath(init_from) if init_from else None,
             attachments=attachments(config, run),
         ),
-        activation_checkpoint=checkpointing() if checkpointing else None,  # pyright: ignore[reportArgumentType]
+        activation_checkpoint=None,  # the model's own, in model_spec
         compile=CompileConfig(enable=config.parallel.compile),
         comm=CommConfig(
             init_timeout_seconds=config.cluster.init_timeout_seconds,
@@ -133,7 +137,10 @@ def chain_name(config: RunConfig) -> str:
 
 
 def optimizer(config: RunConfig) -> OptimizersContainer.Config:
-    """AdamW; weight decay on matrices only, since shrinking a norm's scale is not regularisation."""
+    """AdamW, without weight decay on the kinds of parameters in optim.no_decay.
+
+    A tied embedding is one matrix with the head and goes by the embedding's name.
+    """
     optim = config.optim
     shared = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
 
@@ -141,7 +148,8 @@ def optimizer(config: RunConfig) -> OptimizersContainer.Config:
         kwargs = {**shared, "weight_decay": weight_decay}
         return ParamGroupConfig(pattern=pattern, optimizer_name="AdamW", optimizer_kwargs=kwargs)
 
-    return OptimizersContainer.Config(param_groups=[group("norm", 0.0), group(".*", optim.weight_decay)])
+    exempt = [group(DECAY_GROUPS[kind], 0.0) for kind in optim.no_decay]
+    return OptimizersContainer.Config(param_groups=[*exempt, group(".*", optim.weight_decay)])
 
 
 def lr_scheduler(config: RunConfig) -> LRSchedulersContainer.Config:

@@ -19,9 +19,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torchtitan.components.loss import IGNORE_INDEX, BaseLoss
-from torchtitan.config import CompileConfig
+from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
@@ -40,39 +38,6 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 class BadStepError(RuntimeError):
     """A loss or gradient that is not a finite number, or a loss that spikes. The weights are those before it."""
-
-
-def token_losses(pred_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
-    """Cross entropy in nats of each token, float32 (B, S); 0 where the label is -100."""
-    losses = F.cross_entropy(
-        pred_BSV.flatten(0, 1).float(), labels_BS.flatten(), reduction="none", ignore_index=IGNORE_INDEX
-    )
-    return losses.view_as(labels_BS)
-
-
-class RowCrossEntropy(BaseLoss):
-    """Cross entropy that also gives each row's sum, so that losses can be told per source."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(BaseLoss.Config):
-        pass
-
-    def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
-        self.fn = token_losses
-        self._maybe_compile(compile_config)
-
-    def __call__(
-        self,
-        pred: torch.Tensor,
-        labels: torch.Tensor,
-        global_valid_tokens: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        rows_B = self.fn(pred, labels).sum(1)
-        loss = rows_B.sum()
-        if global_valid_tokens is not None:
-            loss = loss / global_valid_tokens
-        return loss, {"rows": rows_B.detach()}
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ LAYOUTS = {
     "4 ranks": (4, 1, []),
     "1 rank, accumulation 4": (1, 1, []),
     "HSDP 2x2": (4, 1, ["parallel.replicate=2", "parallel.shard=2"]),
-    "2 ranks, full recomputation": (2, 2, ["parallel.activation_checkpoint=full"]),
+    "2 ranks, segments recomputed": (2, 2, ["parallel.activation_checkpoint=segments:3"]),
     "1 rank, selective recomputation": (1, 4, ["parallel.activation_checkpoint=selective"]),
+    "2 ranks, chunked loss": (2, 2, ["parallel.loss_chunks=4"]),
 }
 
 

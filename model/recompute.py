@@ -1,0 +1,34 @@
+"""Activation checkpointing: what the backward pass computes again instead of keeping it.
+
+| policy      | computed again                            | kept of a layer, in wide tensors (L, T, D)            |
+|-------------|-------------------------------------------|-------------------------------------------------------|
+| none        | nothing                                   | residuals and normed states, twice; projections; SwiGLU |
+| selective   | norms and SwiGLU products: no matrix      | residuals, twice; projections                         |
+| segments:N  | N layers at a time, matrix products too   | between segments: residual, partials under way        |
+
+A lane model has more to keep between layers than its residual: the partial outputs that are still under way. A
+segment of one layer therefore saves little; take three layers or more.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+_PRODUCTS: list[Any] = [torch.ops.aten.bmm.default, torch.ops.aten.mm.default]
+_keep_products = partial(create_selective_checkpoint_contexts, _PRODUCTS)
+
+
+def recomputed(function: Callable[..., Any], *inputs: Any, keep_products: bool = False) -> Any:
+    """function(*inputs), keeping for the backward pass only the inputs; nothing in it may be random.
+
+    A trailing matrix product is not computed again: recomputation ends with the last tensor that backward
+    needs, which is its input. Compiled code can't see where that is if the product itself is needed by what
+    follows the function; keep_products says so.
+    """
+    if not torch.is_grad_enabled():
+        return function(*inputs)
+    more: dict[str, Any] = {"context_fn": _keep_products} if keep_products else {}
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, **more)
