@@ -37,7 +37,8 @@ USAGE = """usage: python -m launch VERB …
       One run, live in the terminal: progress, curves, mixture, attempts, scores. --once prints it once.
 
   dashboard RUN-DIRECTORY [--follow]
-      The same and more as one HTML file, RUN-DIRECTORY/dashboard.html; --follow draws it again every minute.
+      Its charts: creates or updates the project's W&B workspace where a key is set, and writes the same views as one
+      HTML file, RUN-DIRECTORY/dashboard.html; --follow draws that again every minute.
 
   plan experiment=NAME [key=value …] [tokens_per_second_per_rank=] [save_seconds=10] [recovery_minutes=10] [plot=FILE]
       Days, disk, the best checkpoint interval and the goodput for several failure rates, in closed form and

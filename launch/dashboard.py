@@ -1,43 +1,40 @@
-"""`python -m launch dashboard runs/NAME`: one run as one HTML file, drawn from its directory.
+"""`python -m launch dashboard runs/NAME`: one run's views, in W&B where a key is set, and as one HTML file.
 
-The views are those of the metrics' tags in W&B and TensorBoard: progress, loss, data mixture, system, stability,
-evaluation. The page reloads itself; --follow draws it again every minute until the run is done.
+Both draw train/views.py, and so does TensorBoard. The HTML adds what only the run directory knows: attempts, troubles,
+each rank's own time. It reloads itself; --follow draws it again every minute until the run is done.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 
-from launch.progress import Progress, read_progress
-from launch.report import (
-    Phase,
-    draw,
-    html_page,
-    load_phases,
-    mark_phases,
-    plot_loss,
-    plot_mixture,
-    plot_speed,
-    plot_validation,
-    table,
-)
+from launch.progress import SLOW, Progress, read_progress
+from launch.report import draw, html_page, table
 from launch.status import COLUMNS, cells, duration, queue
 from train.config import ConfigError
 from train.run_dir import RunDir, read_lines, write_atomic
+from train.views import VIEWS, Chart
+from train.wandb_mode import wandb_mode
 
 FOLLOW_SECONDS = 60
-PARTS = ("data", "forward_backward", "optimizer", "checkpoint", "validation")
+SLOWEST = 8  # ranks in the table
+COLOURS = ["#3b6fb6", "#d1603d", "#4a9a62", "#8a5fb0", "#b08a2e", "#5aa5b5", "#8c8c8c", "#c25b8e"]
 
 
 def dashboard(path: Path, follow: bool) -> int:
-    """Write dashboard.html into the run directory."""
+    """Write the workspace where there is a key, and dashboard.html into the run directory."""
     run = RunDir(path)
     if not run.resolved.exists():
         raise ConfigError([f"{path} is no run directory: it has no resolved.yaml"])
+    if wandb_mode() == "shared" and read_progress(run).config.metrics.wandb:
+        from launch.workspace import save_workspace
+
+        print(save_workspace(read_progress(run).config.metrics.wandb_project))
     while True:
         file = write_dashboard(run)
         print(file)
@@ -48,25 +45,19 @@ def dashboard(path: Path, follow: bool) -> int:
 
 def write_dashboard(run: RunDir) -> Path:
     progress = read_progress(run, queue())
-    sections: list[tuple[str, str, bytes | None]] = [("Progress", progress_table(progress), None)]
-    phases = load_phases([(progress.config.name, run.path)])
-    if phases:
-        sections += [
-            ("Loss", "", draw(plot_loss, phases)),
-            *([("Held out", "", draw(plot_validation, phases))] if phases[0].validation else []),
-            ("Data mixture", "", draw(plot_mixture, phases)),
-            ("Speed", "", draw(plot_speed, phases)),
-            ("Where a step's time goes", "", draw(plot_time, phases)),
-            ("Gradient norm and learning rate", "", draw(plot_stability, phases)),
-        ]
-    sections.append(("Attempts", attempt_table(progress), None))
+    sections: list[tuple[str, str, list[bytes]]] = [("Progress", progress_table(progress), [])]
+    rows = chart_rows(progress)
+    marks = [a.checkpoint * progress.config.tokens_per_step for a in progress.attempts[1:] if a.checkpoint]
+    for title, charts in VIEWS.items():
+        pictures = [draw_chart(chart, rows, marks) for chart in charts if chart.of(tags(rows))]
+        text = rank_table(progress) if title == "System" else ""
+        if pictures or text:
+            sections.append((title, text, pictures))
+    sections.append(("Attempts", attempt_table(progress), []))
     troubles = trouble_table(run)
     if troubles:
-        sections.append(("Troubles", troubles, None))
-    rows = [row for row in read_lines(run.metrics) if row["kind"] == "eval"]
-    if rows:
-        sections.append(("Evaluation", "", draw(lambda axes, _: plot_scores(axes, rows), phases)))
-    page = html_page(progress.config.name, sections, refresh=None if run.done else FOLLOW_SECONDS)
+        sections.append(("Troubles", troubles, []))
+    page = html_page(progress.config.name, sections, refresh=None if run.done else FOLLOW_SECONDS, columns=2)
     write_atomic(run.path / "dashboard.html", page)
     return run.path / "dashboard.html"
 
@@ -106,41 +97,82 @@ def trouble_table(run: RunDir) -> str:
     return table(["step", "what", "why"], rows) if rows else ""
 
 
+def rank_table(progress: Progress) -> str:
+    """The ranks with the longest own time; empty where there is one rank."""
+    rows = [
+        [
+            str(rank.rank),
+            rank.node,
+            *(f"{1e3 * seconds:,.1f}" for seconds in (rank.p50, rank.p95, rank.p99)),
+            f"{rank.factor:.2f}" + (" slow" if rank.factor > SLOW else ""),
+        ]
+        for rank in progress.ranks[:SLOWEST]
+    ]
+    head = ["rank", "node", "own ms in a step: p50", "p95", "p99", "times the median rank"]
+    return table(head, rows) if rows else ""
+
+
 # --- pictures
 
 
-def plot_time(axes: Axes, phases: list[Phase]) -> None:
-    """The logged steps' seconds, by what the process waited for."""
-    for phase in phases:
-        x = [(phase.offset + row["tokens"]) / 1e6 for row in phase.train]
-        parts = [[row.get(f"seconds/{part}", 0.0) for row in phase.train] for part in PARTS]
-        axes.stackplot(x, parts, labels=[part.replace("_", " + ") for part in PARTS], alpha=0.85)
-    axes.set_ylabel("seconds of a step")
-    axes.legend(fontsize=8, frameon=False)
-    mark_phases(axes, phases)
+def chart_rows(progress: Progress) -> list[dict[str, Any]]:
+    """All rows of numbers, each with the tokens behind its step; of a repeated step the last row counts."""
+    run = progress.run
+    rows = [*progress.rows, *run.metric_rows("validation"), *eval_rows(run)]
+    return [{**row, "x": row["step"] * progress.config.tokens_per_step} for row in rows]
 
 
-def plot_stability(axes: Axes, phases: list[Phase]) -> None:
-    rate = axes.twinx()
-    for phase in phases:
-        x = [(phase.offset + row["tokens"]) / 1e6 for row in phase.train]
-        axes.plot(x, [row["grad_norm"] for row in phase.train], color="#444444", linewidth=1)
-        rate.plot(x, [row["lr"] for row in phase.train], color="#d1603d", linewidth=1.2)
-    axes.set_ylabel("gradient norm before clipping")
-    axes.set_yscale("log")
-    rate.set_ylabel("learning rate", color="#d1603d")
-    rate.set_ylim(bottom=0)
-    mark_phases(axes, phases)
-    rate.spines[["top"]].set_visible(False)
+def eval_rows(run: RunDir) -> list[dict[str, Any]]:
+    return sorted((r for r in read_lines(run.metrics) if r["kind"] == "eval"), key=lambda row: row["step"])
 
 
-def plot_scores(axes: Axes, rows: list[dict[str, Any]]) -> None:
-    names = dict.fromkeys(key for row in rows for key in row if key.startswith("eval/"))
-    for name in names:
-        points = sorted((row["step"], row[name]) for row in rows if name in row)
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name.removeprefix("eval/"))
-    axes.set_xlabel("step")
-    axes.set_ylabel("score")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=7, frameon=False)
+def tags(rows: Iterable[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(tag for row in rows for tag in row))
+
+
+def draw_chart(chart: Chart, rows: list[dict[str, Any]], marks: list[int]) -> bytes:
+    """One picture; `marks` are where attempts after the first resumed, in tokens."""
+
+    def plot(axes: Axes) -> None:
+        found = chart.of(tags(rows))
+        lines = {tag: [(row["x"] / 1e6, row[tag]) for row in rows if tag in row] for tag in found}
+        colours = dict(zip(dict.fromkeys(map(short, found)), COLOURS * 8, strict=False))
+        if chart.stacked:
+            x = [place for place, _ in lines[found[0]]]
+            values = [[value for _, value in lines[tag]] for tag in found]
+            axes.stackplot(x, values, labels=[short(tag) for tag in found], colors=COLOURS, alpha=0.85)
+        else:
+            for tag, points in lines.items():
+                dashed = bool(chart.dashed) and tag.endswith(chart.dashed)
+                style: dict[str, Any] = {
+                    "linestyle": "--" if dashed else "-",
+                    "linewidth": 1.0 if dashed else 1.5,
+                }
+                style["color"] = "black" if dashed else colours[short(tag)]
+                style["label"] = None if dashed else short(tag)
+                axes.plot(
+                    *zip(*points, strict=True),
+                    marker="o" if len(points) < 12 else None,
+                    markersize=3,
+                    **style,
+                )
+        for mark in marks:
+            axes.axvline(mark / 1e6, color="#999999", linewidth=0.8, linestyle=":")
+        axes.set_yscale("log" if chart.log else "linear")
+        axes.set_title(chart.title, fontsize=10, loc="left")
+        axes.set_ylabel(chart.unit)
+        axes.set_xlabel("tokens trained on (millions)")
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        if len(found) > 1:
+            axes.legend(fontsize=7, frameon=False)
+
+    return draw(plot, size=(6.0, 3.2))
+
+
+def short(tag: str) -> str:
+    """The words of a tag that tell it from the others of its chart: data/code/share → code."""
+    words = tag.split("/")
+    if words[0] in ("data", "validation") and len(words) == 3:
+        return words[1]
+    return words[-1] if words[0] in ("loss", "seconds", "ranks") else tag.removeprefix("eval/")

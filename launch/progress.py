@@ -7,10 +7,11 @@ the queue are what is missing to 100 %.
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,19 @@ from train.config import RunConfig, load_resolved
 from train.run_dir import RunDir, read_lines
 
 RECENT = 50  # logged steps that speed and time left are taken from
+SLOW = 1.25  # a rank is slow whose own time in a step is so many times the median rank's
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """What train/stragglers.py measured of one rank: seconds of its own in a step, not waiting for others."""
+
+    rank: int
+    node: str
+    p50: float
+    p95: float
+    p99: float
+    factor: float  # p50 over the median rank's
 
 
 @dataclass
@@ -36,6 +50,11 @@ class Progress:
     checkpoint: tuple[int, float] | None  # step and Unix time of the newest complete one
     evals: dict[str, tuple[int, float]] = field(default_factory=dict)  # score: newest step and value
     failed_saves: int = 0  # since the newest checkpoint
+    ranks: list[RankTime] = field(default_factory=list)  # slowest first, as of the last logged step
+
+    @property
+    def slow_ranks(self) -> list[RankTime]:
+        return [rank for rank in self.ranks if rank.factor > SLOW]
 
     @property
     def step(self) -> int:
@@ -97,6 +116,7 @@ def read_progress(run: RunDir, jobs: Mapping[str, tuple[str, str, str]] | None =
         checkpoint=checkpoint,
         evals=eval_scores(metrics),
         failed_saves=failed_saves(metrics, checkpoint[1] if checkpoint else 0.0),
+        ranks=rank_times(run),
     )
 
 
@@ -139,6 +159,25 @@ def eval_scores(metrics: list[dict[str, Any]]) -> dict[str, tuple[int, float]]:
 
 def failed_saves(metrics: list[dict[str, Any]], since: float) -> int:
     return sum(row["kind"] == "failed_save" and row["time"] > since for row in metrics)
+
+
+def rank_times(run: RunDir) -> list[RankTime]:
+    """The ranks' own times, slowest first; [] where there is one rank, or none has been logged."""
+    if not run.stragglers.exists():
+        return []
+    report = json.loads(run.stragglers.read_text(encoding="utf-8"))
+    if len(report["ranks"]) < 2 or not report["median"]:
+        return []
+    return [RankTime(**rank, factor=rank["p50"] / report["median"]) for rank in report["ranks"]]
+
+
+def slow_words(ranks: Sequence[RankTime], most: int = 4) -> str:
+    """`rank 5 on n3 (1.8 times the median rank's own time)`, of the slowest; empty for none."""
+    told = [
+        f"rank {r.rank} on {r.node} ({r.factor:.1f} times the median rank's own time)" for r in ranks[:most]
+    ]
+    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
+    return ", ".join(told) + more
 
 
 def find_runs(folder: Path) -> list[RunDir]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,9 +163,10 @@ def plot_speed(axes: Axes, phases: list[Phase]) -> None:
     mark_phases(axes, phases)
 
 
-def draw(plot: Callable[[Axes, list[Phase]], None], phases: list[Phase]) -> bytes:
-    figure = Figure(figsize=(8.4, 3.6), layout="constrained")
-    plot(figure.subplots(), phases)
+def draw(plot: Callable[[Axes], None], size: tuple[float, float] = (8.4, 3.6)) -> bytes:
+    """A PNG of `size` inches."""
+    figure = Figure(figsize=size, layout="constrained")
+    plot(figure.subplots())
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=130)
     return buffer.getvalue()
@@ -252,12 +253,12 @@ def write_report(
     """
     phases = load_phases(runs)
     sections: list[tuple[str, str, bytes | None]] = [("Phases", phase_table(phases), None)]
-    sections.append(("Training loss", "", draw(plot_loss, phases)))
-    sections.append(("Mixture", "", draw(plot_mixture, phases)))
-    sections.append(("Validation", "", draw(plot_validation, phases)))
+    sections.append(("Training loss", "", draw(lambda axes: plot_loss(axes, phases))))
+    sections.append(("Mixture", "", draw(lambda axes: plot_mixture(axes, phases))))
+    sections.append(("Validation", "", draw(lambda axes: plot_validation(axes, phases))))
     if len(phases) > 1:
         sections.append(("The shift", shift_table(phases[0], phases[1]), None))
-    sections.append(("Speed", "", draw(plot_speed, phases)))
+    sections.append(("Speed", "", draw(lambda axes: plot_speed(axes, phases))))
     scores = [table(["run", "step", "score", "value"], score_rows(runs)), *notes]
     sections.append(("Evaluation", "\n\n".join(scores), None))
     told = [f"**{s['title']}** ({s['end_reason']})\n\n```\n{s['prompt']}▸{s['text']}\n```" for s in samples]
@@ -274,26 +275,38 @@ def write_report(
             (folder / name).write_bytes(picture)
             lines[-1] += f"![{title}]({name})"
     write_atomic(folder / "report.md", "\n\n".join(lines) + "\n")
-    write_atomic(folder / "report.html", html_page("Report", sections))
+    shown = [(title, text, [picture] if picture else []) for title, text, picture in sections]
+    write_atomic(folder / "report.html", html_page("Report", shown))
     return folder / "report.html"
 
 
-def html_page(title: str, sections: list[tuple[str, str, bytes | None]], refresh: int | None = None) -> str:
-    """One HTML file of (heading, Markdown text, picture) sections; reloads every `refresh` seconds, if given."""
+def html_page(
+    title: str,
+    sections: Sequence[tuple[str, str, Sequence[bytes]]],
+    refresh: int | None = None,
+    columns: int = 1,
+) -> str:
+    """One HTML file of (heading, Markdown text, pictures) sections; reloads every `refresh` seconds, if given.
+
+    Where there is room, pictures stand in `columns` beside each other.
+    """
     body = []
-    for heading, text, picture in sections:
+    for heading, text, pictures in sections:
         body.append(f"<h2>{heading}</h2>{markdown(text, extensions=EXTENSIONS)}")
-        if picture:
-            data = base64.b64encode(picture).decode()
-            body.append(f'<img alt="{heading}" src="data:image/png;base64,{data}">')
+        data = [base64.b64encode(picture).decode() for picture in pictures]
+        images = "".join(f'<img alt="{heading}" src="data:image/png;base64,{image}">' for image in data)
+        body.append(f'<div class="pictures">{images}</div>' if images else "")
     again = f'<meta http-equiv="refresh" content="{refresh}">' if refresh else ""
-    return PAGE.format(title=title, refresh=again, body="\n".join(body))
+    width = 920 if columns == 1 else 640 * columns
+    least = 100 if columns == 1 else 460
+    return PAGE.format(title=title, refresh=again, width=width, least=least, body="\n".join(body))
 
 
 EXTENSIONS = ["tables", "fenced_code"]
 PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8">{refresh}<title>{title}</title><style>
-body{{font:15px/1.5 system-ui,sans-serif;max-width:920px;margin:2em auto;padding:0 1em;color:#222}}
+body{{font:15px/1.5 system-ui,sans-serif;max-width:{width}px;margin:2em auto;padding:0 1em;color:#222}}
 table{{border-collapse:collapse}}td,th{{border-bottom:1px solid #ddd;padding:.3em .8em;text-align:left}}
+.pictures{{display:grid;grid-template-columns:repeat(auto-fit,minmax({least}px,1fr));gap:.5em 1.5em}}
 img{{max-width:100%}}pre{{background:#f5f5f5;padding:.8em;overflow-x:auto;white-space:pre-wrap}}
 </style></head><body><h1>{title}</h1>{body}</body></html>
 """

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from launch.progress import Progress, find_runs, read_progress
+from launch.progress import Progress, find_runs, read_progress, slow_words
 
 COLUMNS = (
     "run",
@@ -44,6 +44,8 @@ def status(folder: Path, names: Sequence[str]) -> int:
         table.add_row(name, *cells(progress))
         if progress.note:
             notes.append(f"{name}: {progress.state}: {progress.note}")
+        if progress.slow_ranks and progress.state == "running":
+            notes.append(f"{name}: slow: {slow_words(progress.slow_ranks)}")
         if progress.failed_saves:
             notes.append(
                 f"{name}: {progress.failed_saves} SAVES FAILED since the last checkpoint: see its log"

@@ -16,7 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from launch.progress import Progress, read_progress
+from launch.progress import Progress, read_progress, slow_words
 from launch.status import amount, duration, queue
 from train.config import ConfigError
 from train.run_dir import RunDir
@@ -83,6 +83,8 @@ def headline(progress: Progress) -> Text:
         step, written = progress.checkpoint
         facts.append(f"checkpoint step {step:,}, {duration(progress.now - written)} ago")
     text.append("\n" + "   ".join(facts))
+    if progress.slow_ranks:
+        text.append(f"\nslow: {slow_words(progress.slow_ranks)}", style="yellow")
     if progress.failed_saves:
         text.append(f"\n{progress.failed_saves} SAVES FAILED since that checkpoint", style="bold red")
     return text

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import resource
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsPr
 from torchtitan.tools.logging import logger
 
 from train.run_dir import RunDir, append_line
+from train.stragglers import RankTimes, summary, write_report
 from train.views import VIEWS
 from train.wandb_mode import wandb_mode
 
@@ -118,6 +120,20 @@ class RunMetrics(MetricsProcessor):
                 f"metrics.jsonl can't be written, {len(self.unwritten)} rows wait in memory: {error}"
             )
         self.logger.log(row, step)
+
+    def log_ranks(self, step: int, ranks: Sequence[RankTimes]) -> dict[str, float]:
+        """Write which ranks are slow into the run directory; returns what belongs into the step's row.
+
+        Nothing of either where there is one rank.
+        """
+        if len(ranks) == 1:
+            return {}
+        if dist.get_rank() == 0:
+            try:
+                write_report(self.run, step, ranks)
+            except OSError as error:
+                logger.error(f"stragglers.json can't be written: {error}")
+        return summary(ranks)
 
     def progress(self, step: int, row: dict[str, float], seconds_per_step: float) -> None:
         """The line a person watches: where it is, how well, how fast, how long still."""

@@ -10,6 +10,7 @@
         evals/            step-N.json
         failures/         what is needed to reproduce a step that went wrong
         bad_steps.jsonl   steps whose loss was not finite or spiked, with the attempt that met them
+        stragglers.json   each rank's own time in a step, slowest first, as of the last logged step
         logs/<attempt>/   output of each rank
         tensorboard/ wandb/ wandb_id
         control/          `stop` and `save`: touch one and the run obeys at its next step
@@ -99,6 +100,7 @@ class RunDir:
         self.evals = self.path / "evals"
         self.failures = self.path / "failures"
         self.bad_steps = self.path / "bad_steps.jsonl"
+        self.stragglers = self.path / "stragglers.json"
         self.logs = self.path / "logs"
         self.tensorboard = self.path / "tensorboard"
         self.wandb = self.path / "wandb"

@@ -30,6 +30,7 @@ from train.checkpoint import RunCheckpointer
 from train.loader import MixtureDataLoader
 from train.metrics import RunMetrics, peak_memory_gib
 from train.run_dir import RunDir, write_atomic
+from train.stragglers import OwnTime, node_name
 from train.watchdog import Watchdog
 
 # Shapes: B sequences of a micro-batch, S tokens, V vocabulary, K sources of the mixture.
@@ -78,6 +79,7 @@ class LaneformerTrainer(Trainer):
         self.sources = sources = self.dataloader.sources
         self.model = cast(Laneformer, self.model_parts[0])
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.own_time = OwnTime(self.model.layers.values(), self.device, node_name())
         self.consumed_sequences = dict.fromkeys(sources, 0)
         self.consumed_tokens = dict.fromkeys(sources, 0)
 
@@ -92,6 +94,7 @@ class LaneformerTrainer(Trainer):
 
         self.optimizers.zero_grad()
         batches = [next(data_iterator) for _ in range(self.gradient_accumulation_steps)]
+        own = time.perf_counter() - clock
         valid = torch.tensor(sum(int((labels != IGNORE_INDEX).sum()) for _, labels in batches))
         global_valid = self._sum_over_ranks(valid.to(self.device))
         times.data, clock = time.perf_counter() - clock, time.perf_counter()
@@ -116,6 +119,7 @@ class LaneformerTrainer(Trainer):
         self.optimizers.step()
         self.lr_schedulers.step()
         times.optimizer = time.perf_counter() - clock
+        self.own_time.step(own + times.optimizer)
 
         tokens_K = tally_2K[1].tolist()
         for source, sequences, tokens in zip(self.sources, rows_K.tolist(), tokens_K, strict=True):
@@ -307,6 +311,7 @@ class LaneformerTrainer(Trainer):
             row[f"data/{source}/tokens"] = self.consumed_tokens[source]
             row[f"data/{source}/share"] = self.consumed_sequences[source] / row["sequences"]
             row[f"data/{source}/planned"] = planned[source] / row["sequences"]
+        row |= self.metrics_processor.log_ranks(self.step, self.own_time.gather())
         self.metrics_processor.log_row("train", self.step, row)
         self.metrics_processor.progress(self.step, row, seconds_per_step)
 

@@ -30,7 +30,7 @@ class Chart:
     @cached_property
     def pattern(self) -> str:
         """A regular expression that matches exactly the chart's tags."""
-        words = [re.escape(tag).replace(r"\*", "[^/]+") for tag in self.tags]
+        words = [re.escape(tag).replace(r"\*", "[^/]*") for tag in self.tags]
         return f"^({'|'.join(words)})$"
 
     @property

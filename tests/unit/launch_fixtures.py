@@ -51,6 +51,8 @@ def log_steps(run: RunDir, first: int, last: int, begun: float) -> None:
             "tokens": 4096 * step,
             "tokens_per_second": 4096 / SECONDS_PER_STEP,
             "seconds/step": SECONDS_PER_STEP,
+            "data/prose/share": 0.5,
+            "data/prose/planned": 0.5,
             "data/prose/sequences": 8 * step,
             "data/code/sequences": 8 * step,
             "data/reasoning/sequences": 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from tests.unit.launch_fixtures import (
     write_checkpoint,
     write_run,
 )
-from train.run_dir import RunDir, append_line
+from train.run_dir import RunDir, append_line, write_atomic
 
 
 def test_numbers_of_a_run_that_was_interrupted(tmp_path: Path) -> None:
@@ -88,6 +89,26 @@ def test_saves_that_failed_since_the_last_checkpoint(
     assert read_progress(run).failed_saves == 2
     assert main(["status", f"runs={tmp_path}"]) == 0
     assert "a: 2 SAVES FAILED" in capsys.readouterr().out
+
+
+def test_slow_ranks_are_named_with_their_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path)
+    seconds = {3: 0.3, 2: 0.13, 1: 0.1}
+    ranks = [{"rank": r, "node": f"n{r}", "p50": p, "p95": p, "p99": p} for r, p in seconds.items()]
+    write_atomic(run.stragglers, json.dumps({"step": 40, "median": 0.12, "ranks": ranks}))
+    assert [rank.rank for rank in read_progress(run).slow_ranks] == [3]
+    words = "slow: rank 3 on n3 (2.5 times the median rank's own time)"
+    assert main(["watch", str(run.path), "--once"]) == 0
+    assert words in capsys.readouterr().out
+    for jobs, told in (
+        ({str(run.path): ("7", "RUNNING", "None")}, True),
+        ({}, False),
+    ):  # only of runs that run
+        monkeypatch.setattr("launch.status.queue", lambda jobs=jobs: jobs)
+        assert main(["status", f"runs={tmp_path}"]) == 0
+        assert (f"a: {words}" in capsys.readouterr().out) == told
 
 
 def test_runs_are_found_by_name_and_what_they_hold_is_not(
