@@ -225,9 +225,11 @@ def load_resolved(path: str | os.PathLike[str]) -> RunConfig:
         raise ConfigError([f"{path}: {problem}" for problem in error.problems]) from error
 
 
-# Between two attempts of one run these may change: they say where and how it runs, not what is computed. What
-# stability does is written down where it happens (bad_steps.jsonl), and set by a person who has seen trouble.
-ELASTIC = ("cluster", "parallel", "checkpoint", "metrics", "stability", "train.local_batch_size", "runs")
+# Between two attempts of one run these may change: they say where and how it runs, and change results by rounding at
+# most. What changes the trajectory (`stability` decides which steps end attempts or are passed over) needs
+# --allow-change, which records it.
+ELASTIC = ("cluster", "parallel", "checkpoint", "metrics", "train.local_batch_size", "runs")
+NOT_ELASTIC = ("parallel.param_dtype",)  # another precision is more than rounding
 
 
 def changed_keys(old: RunConfig, new: RunConfig) -> list[str]:
@@ -243,5 +245,7 @@ def changed_keys(old: RunConfig, new: RunConfig) -> list[str]:
         f"{key}: {before.get(key)!r} -> {after.get(key)!r}"
         for key in dict.fromkeys([*before, *after])
         if before.get(key) != after.get(key)
-        and not any(key == prefix or key.startswith(prefix + ".") for prefix in ELASTIC)
+        and (
+            key in NOT_ELASTIC or not any(key == prefix or key.startswith(prefix + ".") for prefix in ELASTIC)
+        )
     ]

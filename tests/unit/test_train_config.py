@@ -147,6 +147,11 @@ def test_what_may_change_between_attempts() -> None:
     elastic = ["cluster.ranks_per_node=2", "train.local_batch_size=4", "metrics.every_steps=7"]
     assert changed_keys(old, compose([SMOKE, *elastic])) == []
     assert changed_keys(old, compose([SMOKE, "optim.lr=1e-3"])) == ["optim.lr: 0.003 -> 0.001"]
+    trajectory = ["stability.spike_sigmas=6", "parallel.param_dtype=bfloat16", "cluster.device=cuda"]
+    assert changed_keys(old, compose([SMOKE, *trajectory])) == [
+        "parallel.param_dtype: 'float32' -> 'bfloat16'",
+        "stability.spike_sigmas: 0.0 -> 6.0",
+    ]
 
 
 def test_resolved_file_is_checked_like_the_command_line(tmp_path: Path) -> None:
