@@ -47,7 +47,9 @@ class LaneformerGenerator:
     """A Laneformer on one device."""
 
     def __init__(self, model: Laneformer, tokenizer: Tokenizer) -> None:
-        self.model = model.eval()
+        from model.delayed_tp import LaneGroup
+
+        self.group = LaneGroup.of(model)
         self.tokenizer = tokenizer
         self.render: Render | None = chat_renderer(TEMPLATE.read_text())
         self.too_long = 0
@@ -64,12 +66,12 @@ class LaneformerGenerator:
         from model.decode import Sampling, generate
 
         tokens = [self.tokenizer.encode(text, bos=True) for text in prompts]
-        fit = [i for i, ids in enumerate(tokens) if len(ids) <= self.model.sizes.max_position_embeddings]
+        fit = [i for i, ids in enumerate(tokens) if len(ids) <= self.group.sizes.max_position_embeddings]
         self.too_long += len(tokens) - len(fit)
         texts = [""] * len(prompts)
         if fit:
             generations, _ = generate(
-                self.model,
+                self.group,
                 [tokens[i] for i in fit],
                 self.tokenizer.decode,
                 max_new_tokens=max_new_tokens,

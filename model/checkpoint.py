@@ -11,14 +11,19 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from model.config import LaneformerConfig
-from model.laneformer import Laneformer, empty_model
+from model.hf import internal_shapes
+
+if TYPE_CHECKING:  # it imports torchtitan, which takes seconds and which decoding does not need
+    from model.laneformer import Laneformer
 
 FORMAT, VERSION = "laneformer-checkpoint", 1
 
@@ -62,32 +67,62 @@ def load_checkpoint(
 
     Weights are converted to dtype as they are read. Raises CheckpointError.
     """
+    from model.laneformer import empty_model
+
     directory = Path(path)
-    check_files(directory)
-    model_file = directory / "model.json"
-    try:
-        config = LaneformerConfig.from_dict(_read_json(model_file))
-    except ValueError as error:
-        raise CheckpointError(f"{model_file}: {error}") from None
+    config = read_architecture(directory)
+    _check_weights(directory, config)
     model = empty_model(config, dtype, device)
     state = model.state_dict()
-    _check_weights(directory, state)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant
-        dcp.load(state, checkpoint_id=directory, no_dist=True)
+    _read(directory, state)
     model.load_state_dict(state)
     return model.requires_grad_(False).eval(), config, directory / "tokenizer.model"
 
 
-def _check_weights(directory: Path, state: dict[str, torch.Tensor]) -> None:
-    """Compare names and shapes of what is stored with the model's."""
+def read_architecture(directory: Path) -> LaneformerConfig:
+    """A checkpoint's architecture, after a look at whether it is complete. Raises CheckpointError."""
+    check_files(directory)
+    model_file = directory / "model.json"
+    try:
+        return LaneformerConfig.from_dict(_read_json(model_file))
+    except ValueError as error:
+        raise CheckpointError(f"{model_file}: {error}") from None
+
+
+def parameter_reader(directory: Path, config: LaneformerConfig) -> Callable[[str], torch.Tensor]:
+    """A function that reads one parameter by name, whole, as it is stored: for whoever needs parts of a model only.
+
+    Raises CheckpointError if the checkpoint does not hold the architecture's parameters.
+    """
+    _check_weights(directory, config)
     stored = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
-    if missing := state.keys() - stored.keys():
+
+    def read(name: str) -> torch.Tensor:
+        entry = stored[name]
+        assert isinstance(entry, TensorStorageMetadata)
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        _read(directory, {name: tensor})
+        return tensor
+
+    return read
+
+
+def _read(directory: Path, state: dict[str, torch.Tensor]) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant
+        dcp.load(state, checkpoint_id=directory, no_dist=True)
+
+
+def _check_weights(directory: Path, config: LaneformerConfig) -> None:
+    """Compare names and shapes of what is stored with the architecture's."""
+    stored = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    wanted = internal_shapes(config)
+    if missing := wanted.keys() - stored.keys():
         raise CheckpointError(f"{directory} lacks the weights {', '.join(sorted(missing))}")
-    for name, value in state.items():
-        shape = getattr(stored[name], "size", None)
-        if shape != value.shape:
-            raise CheckpointError(f"{directory}: {name} has shape {shape}, model.json asks for {value.shape}")
+    for name, shape in wanted.items():
+        found = getattr(stored[name], "size", None)
+        if found != shape:
+            raise CheckpointError(f"{directory}: {name} has shape {found}, model.json asks for {shape}")
 
 
 def _read_json(file: Path) -> dict[str, Any]:

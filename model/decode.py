@@ -1,10 +1,11 @@
-"""Generate text with a key/value cache, all lanes in one process.
+"""Generate text with a key/value cache, by one process or by several that each hold some of the lanes.
 
 `Decoder.advance` reads any number of new tokens and returns the logits after the last one: a prompt at once, a
 prompt in chunks, or one token. The partial outputs that travel between layers never outlive one call, so the
-cache holds keys and values only.
+cache holds keys and values only. Several processes run the same calls with the same arguments; each has the
+logits of its own slice of the vocabulary, and `Decoder.draw` brings them to the same choice.
 
-Shape suffixes: B batch   C new columns   L lanes   D hidden width   V vocabulary
+Shape suffixes: B batch   C new columns   V vocabulary, or this process's slice of it   P processes
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from model.kv_cache import KeyValueCache
-from model.laneformer import Laneformer
+from model.cuda_graphs import GraphedSteps
+from model.delayed_tp import LaneGroup
 
 Decode = Callable[[list[int]], str]
 
@@ -24,24 +25,22 @@ Decode = Callable[[list[int]], str]
 class Decoder:
     """A batch of sequences under way. Rows may differ in length: shorter prompts are padded on the left."""
 
-    def __init__(self, model: Laneformer, prompts: Sequence[Sequence[int]], max_new_tokens: int):
+    def __init__(self, group: LaneGroup, prompts: Sequence[Sequence[int]], max_new_tokens: int):
         if not prompts or not all(prompts):
             raise ValueError("every prompt must have at least one token")
         lengths = [len(prompt) for prompt in prompts]
         longest = max(lengths)
-        self.limit = model.sizes.max_position_embeddings
+        self.limit = group.sizes.max_position_embeddings
         if longest > self.limit:
             raise ValueError(f"a prompt of {longest} tokens exceeds max_position_embeddings {self.limit}")
-        self.model = model
-        weight = model.tok_embeddings.weight
+        self.group = group
         rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
-        self.prompt_BC = torch.tensor(rows, device=weight.device)
-        self.cache = KeyValueCache(
-            model.sizes,
-            padding_B=torch.tensor([longest - length for length in lengths], device=weight.device),
+        self.prompt_BC = torch.tensor(rows, device=group.device)
+        self.cache = group.cache(
+            padding_B=torch.tensor([longest - length for length in lengths], device=group.device),
             capacity=longest + min(max_new_tokens, self.limit - min(lengths)),
-            like=weight,
         )
+        self.graphs: GraphedSteps | None = None
 
     def prefill(self, chunk: int | None = None) -> torch.Tensor:
         """Read the prompts, chunk columns at a time (None: all); returns logits (B, V) of the next token."""
@@ -51,17 +50,46 @@ class Decoder:
             logits_BV = self.advance(piece)
         return logits_BV
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def advance(self, tokens_BC: torch.Tensor) -> torch.Tensor:
         """Read tokens (B, C) after those before; returns logits (B, V) of what follows the last.
 
         Raises ValueError if the cache is full. A row beyond the model's context gives meaningless logits, but
-        does not disturb the others.
+        does not disturb the others. The next call may overwrite the logits.
         """
-        positions_BC = self.cache.begin(tokens_BC.shape[1]).clamp(max=self.limit - 1)
-        x_LTD = self.model.streams(tokens_BC, positions_BC, self.cache.layers)
-        last_LBD = x_LTD.unflatten(1, tokens_BC.shape)[:, :, -1]
-        return self.model.lm_head(self.model.norm(last_LBD)[:, None])[:, 0]
+        positions_BC = self.cache.begin(tokens_BC.shape[1]).clamp_(max=self.limit - 1)
+        if tokens_BC.shape[1] > 1 or self.group.device.type != "cuda":
+            return self.group.logits(tokens_BC, positions_BC, self.cache.layers)
+        self.graphs = self.graphs or GraphedSteps(self.group, tokens_BC, positions_BC)
+        return self.graphs(tokens_BC, self.cache.layers)
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Go on with these rows only (indices), in this order."""
+        self.cache.keep(rows)
+        self.graphs = None
+
+    @torch.inference_mode()
+    def draw(
+        self, logits_BV: torch.Tensor, sampling: Sampling, generators: Sequence[torch.Generator], cancel: bool
+    ) -> tuple[torch.Tensor, bool]:
+        """The next tokens (B,), the same in every process, and whether the first process wants to cancel."""
+        exchange, vocabulary = self.group.exchange, self.group.part.vocabulary
+        if exchange.size == 1:
+            return sampling.draw(logits_BV, generators), cancel
+        flag_B1 = torch.full_like(logits_BV[:, :1], cancel, dtype=torch.float64)
+        if sampling.temperature == 0:
+            best_B1, at_B1 = logits_BV.max(-1, keepdim=True)
+            exchange.push(torch.cat([best_B1.double(), at_B1 + float(vocabulary.start), flag_B1], dim=1))
+            got_PB3 = exchange.collect()
+            # Of equal logits the lowest token wins, as it does in one process.
+            winner_1B = got_PB3[:, :, 0].argmax(0, keepdim=True)
+            return got_PB3[:, :, 1].gather(0, winner_1B)[0].long(), bool(got_PB3[0, 0, 2])
+        slices = [len(part) for part in self.group.vocabularies()]
+        padded_BV = torch.nn.functional.pad(logits_BV, (0, max(slices) - logits_BV.shape[1]))
+        exchange.push(torch.cat([padded_BV.double(), flag_B1], dim=1))
+        got_PBV = exchange.collect()
+        whole_BV = torch.cat([got[:, :count] for got, count in zip(got_PBV, slices, strict=True)], dim=1)
+        return sampling.draw(whole_BV, generators), bool(got_PBV[0, 0, -1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +165,7 @@ class _Row:
 
 
 def generate(
-    model: Laneformer,
+    group: LaneGroup,
     prompts: Sequence[Sequence[int]],
     decode: Decode,
     *,
@@ -150,7 +178,8 @@ def generate(
 ) -> tuple[list[Generation], Timing]:
     """Continue each prompt (token ids). decode turns new ids into text.
 
-    on_token gets all texts after each step; if it returns True, the rows still going end as "cancelled".
+    on_token gets all texts after each step; if it returns True, the rows still going end as "cancelled",
+    after one more step. Of several processes only the first one's on_token counts.
 
     Raises ValueError for an empty prompt or stop string, or a prompt longer than the model's context.
     """
@@ -160,21 +189,22 @@ def generate(
         raise ValueError("a stop string must not be empty")
     sampling = sampling or Sampling()
     begin = time.perf_counter()
-    decoder = Decoder(model, prompts, max_new_tokens)
+    decoder = Decoder(group, prompts, max_new_tokens)
     rows = [_Row(prompt_tokens=len(p), room=decoder.limit - len(p) + 1) for p in prompts]
     alive, generators = list(rows), sampling.generators(len(rows))
     logits_BV = decoder.prefill(prefill_chunk)
-    first_token = None
+    first_token, cancel = 0.0, False
     while True:
-        tokens_B = sampling.draw(logits_BV, generators)
+        tokens_B, cancelled = decoder.draw(logits_BV, sampling, generators, cancel)
+        if cancelled:
+            break
         for row, token in zip(alive, tokens_B.tolist(), strict=True):
             if row.end_reason is None:
                 row.tokens.append(token)
                 _settle(row, decode, eos_id, stops, max_new_tokens, read=on_token is not None)
         first_token = first_token or time.perf_counter()
-        if on_token and on_token([row.text for row in rows]):
-            for row in rows:
-                row.end_reason = row.end_reason or "cancelled"
+        # Other processes learn of it with the next draw.
+        cancel = bool(on_token and on_token([row.text for row in rows]))
         going = [i for i, row in enumerate(alive) if row.end_reason is None]
         if not going:
             break
@@ -182,7 +212,7 @@ def generate(
             index_B = torch.tensor(going, device=tokens_B.device)
             alive, generators = [alive[i] for i in going], [generators[i] for i in going]
             tokens_B = tokens_B[index_B]
-            decoder.cache.keep(index_B)
+            decoder.keep(index_B)
         logits_BV = decoder.advance(tokens_B[:, None])
     seconds = time.perf_counter() - first_token
     generations = [
@@ -190,7 +220,7 @@ def generate(
             prompt_tokens=row.prompt_tokens,
             tokens=row.tokens,
             text=row.text,
-            end_reason=row.end_reason,
+            end_reason=row.end_reason or "cancelled",
         )
         for row in rows
     ]

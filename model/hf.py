@@ -75,6 +75,20 @@ def internal_names(config: LaneformerConfig) -> dict[str, tuple[str, ...]]:
     return names
 
 
+def internal_shapes(config: LaneformerConfig) -> dict[str, tuple[int, ...]]:
+    """Every internal parameter's name and shape."""
+    released, shapes = released_shapes(config), {}
+    for inner, outers in internal_names(config).items():
+        shape = released[outers[0]]
+        if len(shape) == 3:
+            shapes[inner] = (shape[0] * sum(released[outer][1] for outer in outers), shape[2])
+        elif outers[0].endswith(".scale"):
+            shapes[inner] = (shape[0] * shape[1],)
+        else:
+            shapes[inner] = shape
+    return shapes
+
+
 def to_released(state: Mapping[str, torch.Tensor], config: LaneformerConfig) -> dict[str, torch.Tensor]:
     """Released tensors from a model's state_dict(). Raises ValueError for missing or foreign names."""
     names, shapes = internal_names(config), released_shapes(config)

@@ -19,6 +19,7 @@ from eval.evalplus_env import PIN, STAMP, Environment, EvalplusMissing, environm
 from eval.sandbox import SandboxUnavailable
 from eval.suite import Job
 from model.decode import Sampling, generate
+from model.delayed_tp import LaneGroup
 from tests.unit.eval_fixtures import small_model, small_tokenizer, write_checkpoint
 
 DEFAULTS = {name: key.default or "" for name, key in KEYS.items()}
@@ -37,7 +38,7 @@ def test_our_checkpoint_continues_as_the_decoder_does(tmp_path: Path) -> None:
         (sampled, Sampling(temperature=0.9, top_p=0.95, seed=3)),
     ]:
         expected, _ = generate(
-            model,
+            LaneGroup.of(model),
             [tokenizer.encode(text, bos=True) for text in PROMPTS],
             tokenizer.decode,
             max_new_tokens=12,

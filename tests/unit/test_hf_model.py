@@ -10,6 +10,7 @@ import torch
 
 from data_mixtures.tokenizer import Tokenizer
 from model.decode import generate
+from model.delayed_tp import LaneGroup
 from model.hf_export import export_checkpoint
 from model.laneformer import Laneformer
 from tests.unit.hf_fixtures import VARIANTS, small_checkpoint
@@ -78,7 +79,7 @@ def test_logits_and_generation_equal_ours(exports: Any, variant: str) -> None:
 
 def check_generation(ours: Laneformer, theirs: Any) -> None:
     """Greedy, over a batch of prompts of different lengths, far beyond the window."""
-    expected, _ = generate(ours, PROMPTS, lambda ids: "", max_new_tokens=30, eos_id=2)
+    expected, _ = generate(LaneGroup.of(ours), PROMPTS, lambda ids: "", max_new_tokens=30, eos_id=2)
     ids, mask = padded(PROMPTS, "left")
     got = theirs.generate(ids, attention_mask=mask, max_new_tokens=30)[:, ids.shape[1] :].tolist()
     for row, one in zip(got, expected, strict=True):

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from model.config import LaneformerConfig
-from model.decode import Decoder, Sampling, generate
+from model.decode import Decoder, Sampling
+from model.decode import generate as generate_by_group
+from model.delayed_tp import LaneGroup
 from model.kv_cache import plan_step
 from model.laneformer import Laneformer, build_model
 
@@ -60,6 +62,20 @@ def model_of(variant: str) -> Laneformer:
     return build_model(config, dtype=torch.float64).requires_grad_(False).eval()
 
 
+def decoder_of(model: Laneformer, prompts: list[list[int]], max_new_tokens: int) -> Decoder:
+    return Decoder(LaneGroup.of(model), prompts, max_new_tokens)
+
+
+def generate(model: Laneformer, prompts: list[list[int]], *args: Any, **options: Any) -> Any:
+    return generate_by_group(LaneGroup.of(model), prompts, *args, **options)
+
+
+def logits_of(decoder: Decoder, tokens: list[int], chunk: int | None = None) -> torch.Tensor:
+    """Logits (S, V) after the prompt and after each of the tokens, of the only row."""
+    logits = [decoder.prefill(chunk).clone()]
+    return torch.cat(logits + [decoder.advance(torch.tensor([[token]])).clone() for token in tokens])
+
+
 def ids(count: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 48, (count,), generator=generator).tolist()
@@ -79,16 +95,16 @@ def full(model: Laneformer, tokens: list[int]) -> torch.Tensor:
 def test_cached_steps_equal_the_full_forward(variant: str, prompt_length: int) -> None:
     model, tokens = model_of(variant), ids(40)
     expected = full(model, tokens)
-    decoder = Decoder(model, [tokens[:prompt_length]], max_new_tokens=64)
-    got = [decoder.prefill()] + [decoder.advance(torch.tensor([[t]])) for t in tokens[prompt_length:]]
-    torch.testing.assert_close(torch.cat(got), expected[prompt_length - 1 :], rtol=0, atol=1e-9)
+    decoder = decoder_of(model, [tokens[:prompt_length]], max_new_tokens=64)
+    got = logits_of(decoder, tokens[prompt_length:])
+    torch.testing.assert_close(got, expected[prompt_length - 1 :], rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("variant", ["as released", "window of one", "vocab parallel head"])
 @pytest.mark.parametrize("chunk", [1, 4, 7, 30])
 def test_prefill_in_chunks_equals_prefill_at_once(variant: str, chunk: int) -> None:
     model, tokens = model_of(variant), ids(30)
-    at_once, in_chunks = (Decoder(model, [tokens], max_new_tokens=8) for _ in range(2))
+    at_once, in_chunks = (decoder_of(model, [tokens], max_new_tokens=8) for _ in range(2))
     torch.testing.assert_close(in_chunks.prefill(chunk), at_once.prefill(), rtol=0, atol=1e-9)
     step = torch.tensor([[3]])
     torch.testing.assert_close(in_chunks.advance(step), at_once.advance(step), rtol=0, atol=1e-9)
@@ -119,7 +135,7 @@ def test_a_row_ends_by_its_own_context() -> None:
 def test_padded_prompts_in_chunks(chunk: int) -> None:
     model = model_of("as released")
     prompts = [ids(3, 1), ids(20, 2)]
-    decoder = Decoder(model, prompts, max_new_tokens=4)
+    decoder = decoder_of(model, prompts, max_new_tokens=4)
     logits_BV = decoder.prefill(chunk)
     for row, prompt in enumerate(prompts):
         torch.testing.assert_close(logits_BV[row], full(model, prompt)[-1], rtol=0, atol=1e-9)
@@ -156,9 +172,8 @@ def test_every_query_sees_something(count: int) -> None:
 def test_float32_stays_within_1e_5() -> None:
     config = LaneformerConfig.from_dict(BASE)
     model, tokens = build_model(config).requires_grad_(False), ids(64)
-    decoder = Decoder(model, [tokens[:10]], max_new_tokens=54)
-    got = [decoder.prefill(4)] + [decoder.advance(torch.tensor([[t]])) for t in tokens[10:]]
-    torch.testing.assert_close(torch.cat(got), full(model, tokens)[9:], rtol=0, atol=1e-5)
+    got = logits_of(decoder_of(model, [tokens[:10]], max_new_tokens=54), tokens[10:], chunk=4)
+    torch.testing.assert_close(got, full(model, tokens)[9:], rtol=0, atol=1e-5)
 
 
 def test_greedy_text_is_what_the_full_forward_gives() -> None:
@@ -172,7 +187,7 @@ def test_greedy_text_is_what_the_full_forward_gives() -> None:
 
 
 def test_a_window_layer_keeps_no_more_than_its_window() -> None:
-    decoder = Decoder(model_of("as released"), [ids(10)], max_new_tokens=30)
+    decoder = decoder_of(model_of("as released"), [ids(10)], max_new_tokens=30)
     assert [layer.slots for layer in decoder.cache.layers] == [6, 6, 40, 6, 40]
     assert decoder.cache.bytes() == 2 * 4 * 4 * (3 * 6 + 2 * 40) * 8  # K and V, heads, width, slots, float64
 

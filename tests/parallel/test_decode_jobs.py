@@ -1,0 +1,140 @@
+"""Decoding jobs of several processes: started here or by torchrun, asked several times, and losing a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.config import LaneformerConfig
+from model.decode import Sampling
+from model.engine import Engine, Loading, open_engine
+from model.hf_import import write_checkpoint
+from model.laneformer import build_model
+from model.sockets import PeerError
+from tests.parallel.test_delayed_tp import BASE
+from tests.unit.eval_fixtures import small_tokenizer
+
+PROMPTS = ["the quick brown fox", "lazy"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("job")
+    tokenizer = small_tokenizer(folder)
+    change = {"vocab_size": tokenizer.vocab_size, "max_position_embeddings": 512}
+    model = build_model(LaneformerConfig.from_dict(BASE | change))
+    write_checkpoint(folder / "step-3", model.sizes, model.state_dict(), tokenizer.path.read_bytes(), {})
+    return folder / "step-3"
+
+
+def opened(checkpoint: Path, processes: int, timeout: float = 60) -> Engine:
+    engine = open_engine(Loading(checkpoint=checkpoint, timeout=timeout), processes)
+    assert engine is not None
+    return engine
+
+
+@pytest.fixture
+def four(checkpoint: Path) -> Iterator[Engine]:
+    """Four processes, with little patience for each other."""
+    engine = opened(checkpoint, 4, timeout=3)
+    yield engine
+    for worker in engine.workers:
+        worker.kill()
+        worker.join()
+
+
+def ask(engine: Engine, **how: Any) -> list[tuple[list[int], str, str]]:
+    prompts = [engine.tokenizer.prompt(text) for text in PROMPTS]
+    generations, _ = engine.generate(prompts, **{"max_new_tokens": 40, **how})
+    return [(g.tokens, g.text, g.end_reason) for g in generations]
+
+
+def test_requests_one_after_another(checkpoint: Path, four: Engine) -> None:
+    with opened(checkpoint, 1) as alone, four as engine:
+        assert ask(engine) == ask(alone)
+        drawn = {"sampling": Sampling(temperature=1.0, seed=5), "max_new_tokens": 60}
+        free = ask(alone, **drawn)
+        assert ask(engine, **drawn) == free
+        stop = free[0][1][10:13]
+        assert ask(engine, **drawn, stops=[stop]) == ask(alone, **drawn, stops=[stop])
+        with pytest.raises(ValueError, match="exceeds max_position_embeddings"):
+            engine.generate([[1] * 600], max_new_tokens=4)
+        texts: list[list[str]] = []
+        cancelled = ask(engine, on_token=lambda t: texts.append(t) or len(texts) == 5)
+        assert [reason for _, _, reason in cancelled] == ["cancelled"] * 2
+        with pytest.raises(ZeroDivisionError):
+            ask(engine, on_token=lambda t: 1 // 0)
+        assert ask(engine) == ask(alone)  # all are still in step
+    assert [worker.exitcode for worker in engine.workers] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "is late: nothing came from it for 3 s")],
+)
+def test_a_lost_process_ends_the_job_by_name(number: int, words: str, four: Engine) -> None:
+    lost, steps = four.workers[1], 0
+
+    def strike(texts: list[str]) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 10:
+            os.kill(lost.pid, number)
+
+    begin = time.monotonic()
+    with pytest.raises(
+        PeerError, match=rf"process 2 of 4 \(pid {lost.pid} on .*\) ({words}|is lost, as process [13] says)"
+    ):
+        ask(four, max_new_tokens=400, on_token=strike)
+    assert time.monotonic() - begin < 15
+    for worker in (four.workers[0], four.workers[2]):
+        worker.join(15)
+        assert worker.exitcode == 1
+
+
+def test_a_process_lost_between_requests_is_named_at_the_next(four: Engine) -> None:
+    ask(four)
+    four.workers[0].kill()
+    four.workers[0].join()
+    with pytest.raises(PeerError, match=r"process 1 of 4 .* (has ended|is lost)"):
+        ask(four)
+
+
+def test_lanes_that_do_not_fit(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="3 processes cannot share 8 lanes"):
+        open_engine(Loading(checkpoint=checkpoint), 3)
+
+
+def generate(checkpoint: Path, *words: str, launcher: tuple[str, ...] = (sys.executable,)) -> Any:
+    command = [
+        *launcher,
+        "-m",
+        "model",
+        "generate",
+        f"checkpoint={checkpoint}",
+        "prompt=the",
+        "--json",
+        *words,
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)  # one process prints
+    return {key: result[key] for key in ("prompt", "prompt_tokens", "tokens", "text", "end_reason")}
+
+
+def test_the_command_line_spawns_and_joins_torchrun(checkpoint: Path) -> None:
+    words = ("max_new_tokens=30", "temperature=1", "seed=4")
+    alone = generate(checkpoint, *words)
+    assert generate(checkpoint, *words, "lanes=2") == alone
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")
+    assert generate(checkpoint, *words, launcher=torchrun) == alone
