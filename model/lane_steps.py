@@ -92,7 +92,8 @@ def attention(
     q_BLNCE, k_BLKCE = turn(q, cos, sin, q_out), turn(k, cos, sin, k_out)
     keys, values, mask = cache.extend(k_BLKCE, v)
     q_BNCE = q_BLNCE.flatten(1, 2)
-    if columns == 1 and buffers.on:
+    # A boolean mask with one column: a padded prompt that is read one by one.
+    if columns == 1 and buffers.on and (mask is None or mask.is_floating_point()):
         return attend_once(q_BNCE, keys, values, mask, lanes, cache.slots, buffers)
     grouped = q_BNCE.shape[1] != keys.shape[1]
     out_BNCE = F.scaled_dot_product_attention(q_BNCE, keys, values, attn_mask=mask, enable_gqa=grouped)
