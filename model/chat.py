@@ -86,7 +86,8 @@ def chat(generate: Generate, conversation: Conversation, max_new_tokens: int, sa
             print(f"[{error}]")
             continue
         if dropped:
-            print(f"[the context is full: the oldest {dropped} exchange{'s' * (dropped > 1)} left out]")
+            what = "exchange is" if dropped == 1 else f"{dropped} exchanges are"
+            print(f"[the context is full: the oldest {what} left out]")
         how = replace(sampling, seed=sampling.seed + answers)
         conversation.answer(_answer(generate, prompt, max_new_tokens, how))
         answers += 1

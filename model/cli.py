@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from model import verbs, verbs_decode
@@ -27,18 +28,35 @@ def _device(text: str) -> str:
     return text
 
 
-def _at_least_one(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise ValueError("an integer of at least 1")
-    return int(text)
+def _integer(least: int, most: int | None = None) -> Callable[[str], int]:
+    """A parser of integers of at least, and at most."""
+    bounds = f"an integer of at least {least}" if most is None else f"an integer of {least} to {most}"
+
+    def parse(text: str) -> int:
+        if not (text.isascii() and text.isdigit()) or int(text) < least or (most and int(text) > most):
+            raise ValueError(bounds)
+        return int(text)
+
+    return parse
 
 
 DTYPE = Key(", ".join(DTYPES), _dtype, "float32")
+LOADING = {
+    "checkpoint": Key("a step-N directory", Path),
+    "dtype": DTYPE,
+    "device": Key("cpu or cuda", _device, "cpu"),
+}
+DRAWING = {
+    "max_new_tokens": Key("at most so many", _integer(1), 128),
+    "temperature": Key("0 takes the likeliest token", float, 0.0),
+    "top_p": Key("keep the smallest set of tokens whose probabilities reach this", float, 1.0),
+    "seed": Key("of the draws", int, 0),
+}
 VERBS = {
     "sizes": Verb(
         "table of the shipped sizes: parameters, bytes a decoded token, KV cache, training FLOPs",
         verbs.sizes,
-        {"context": Key("tokens of context for cache and FLOPs", _at_least_one, 4096)},
+        {"context": Key("tokens of context for cache and FLOPs", _integer(1), 4096)},
         {"--json": "print JSON: bytes and FLOPs as integers"},
     ),
     "logits": Verb(
@@ -59,17 +77,30 @@ VERBS = {
         "continue a prompt from a training checkpoint",
         verbs_decode.generate_text,
         {
-            "checkpoint": Key("a step-N directory", Path),
+            **LOADING,
             "prompt": Key("text to continue; BOS is put before it", str, ""),
-            "max_new_tokens": Key("at most so many", _at_least_one, 128),
-            "temperature": Key("0 takes the likeliest token", float, 0.0),
-            "top_p": Key("keep the smallest set of tokens whose probabilities reach this", float, 1.0),
-            "seed": Key("of the draws", int, 0),
+            **DRAWING,
             "stop": Key("end before this text", str, "", repeats=True),
-            "dtype": DTYPE,
-            "device": Key("cpu or cuda", _device, "cpu"),
         },
         {"--json": "print one JSON object: text, tokens, end_reason, speed"},
+    ),
+    "chat": Verb(
+        "talk with a checkpoint in the terminal, by its chat template",
+        verbs_decode.chat,
+        {**LOADING, **DRAWING, "system": Key("what the model is told before the conversation", str, "")},
+    ),
+    "serve": Verb(
+        "answer HTTP requests in the manner of OpenAI's API, one at a time",
+        verbs_decode.serve,
+        {
+            **LOADING,
+            "name": Key("what requests call the model; none: the checkpoint directory's name", str, ""),
+            "host": Key(
+                "address to listen on; another than this machine's own needs a key", str, "127.0.0.1"
+            ),
+            "port": Key("0 takes a free one", _integer(0, 65535), 8000),
+            "queue": Key("requests that may wait while one is answered", _integer(0), 16),
+        },
     ),
     "export": Verb(
         "write a checkpoint as a folder that Hugging Face's transformers loads",
@@ -78,7 +109,7 @@ VERBS = {
             "checkpoint": Key("a step-N directory", Path),
             "out": Key("folder to make", Path),
             "dtype": Key(f"of the weights: {', '.join(DTYPES)}", _dtype, "bfloat16"),
-            "shard_bytes": Key("largest file of weights", _at_least_one, 5_000_000_000),
+            "shard_bytes": Key("largest file of weights", _integer(1), 5_000_000_000),
         },
     ),
     "import": Verb(

@@ -273,9 +273,11 @@ async def _on_api_error(_: Request, error: Exception) -> Response:
     return error.response()
 
 
-async def _on_invalid(_: Request, error: Exception) -> Response:
+async def _on_invalid(request: Request, error: Exception) -> Response:
     """What pydantic found wrong, in one message; the field it is about, if it is one."""
     assert isinstance(error, RequestValidationError)
+    if "json" not in request.headers.get("content-type", "").lower():
+        return ApiError(400, "send JSON, and say so: Content-Type: application/json").response()
     problems, fields = [], []
     for problem in error.errors():
         place = [str(step) for step in problem["loc"] if step != "body"]
