@@ -29,6 +29,7 @@ from model.config import Exchange
 
 SUM, LOCAL, DELAYED = 0, 1, 2
 MODES: dict[str, int] = {"sum": SUM, "local": LOCAL, "delayed": DELAYED}
+WARPS = (4, 8, 16)  # what autotuning tries
 DEFAULT_WARPS = 8
 PROGRAMS_PER_MULTIPROCESSOR = 4
 
@@ -155,7 +156,7 @@ def backward_kernel(
 
 
 def _tuned(kernel: Any) -> Any:
-    configs = [triton.Config({}, num_warps=warps) for warps in (4, DEFAULT_WARPS, 16)]
+    configs = [triton.Config({}, num_warps=warps) for warps in WARPS]
     return triton.autotune(configs, key=["D", "L", "MODE", "PER_LANE"])(kernel)
 
 
