@@ -86,6 +86,13 @@ def activation_dtype(weights: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.promote_types(weights, torch.float32) if device.type == "cpu" else weights
 
 
+def weight_kind(weights: torch.dtype, device: torch.device) -> str:
+    """How to keep linear maps that are stored so, of model.weights.WEIGHT_KINDS."""
+    if device.type != "cpu" or weights == torch.float64:
+        return "as_is"
+    return "bfloat16" if weights == torch.bfloat16 else "float32"
+
+
 class LaneGroup:
     """One process's lanes, ready to decode.
 
@@ -99,7 +106,7 @@ class LaneGroup:
         weight: Callable[[str], torch.Tensor],
         exchange: Exchange,
         dtype: torch.dtype,
-        weights: str = "as_is",
+        weights: str,
     ):
         self.sizes = config
         self.exchange = exchange
@@ -139,7 +146,7 @@ class LaneGroup:
         self.buffers = Buffers(dtype, self.device)
 
     @classmethod
-    def of(cls, model: Laneformer, exchange: Exchange | None = None, weights: str = "as_is") -> LaneGroup:
+    def of(cls, model: Laneformer, exchange: Exchange | None = None) -> LaneGroup:
         """The lanes of a model in memory, whose weights are shared where they need no conversion."""
         exchange = exchange or Alone()
         state, part = model.state_dict(), Part.of(model.sizes, exchange.rank, exchange.size)
@@ -147,8 +154,9 @@ class LaneGroup:
         def weight(name: str) -> torch.Tensor:
             return part.cut(name, state[name], model.sizes)
 
-        dtype = activation_dtype(model.norm.weight.dtype, model.norm.weight.device)
-        return cls(model.sizes, weight, exchange, dtype, weights)
+        dtype, device = model.norm.weight.dtype, model.norm.weight.device
+        kind = weight_kind(dtype, device)
+        return cls(model.sizes, weight, exchange, activation_dtype(dtype, device), kind)
 
     def cache(self, padding_B: torch.Tensor, capacity: int) -> KeyValueCache:
         like = torch.empty(0, dtype=self.dtype, device=self.device)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from model.checkpoint import parameter_reader, read_architecture
 from model.config import LaneformerConfig
 from model.decode import Generation, Sampling, Timing, generate
-from model.delayed_tp import LaneGroup, Part, activation_dtype
+from model.delayed_tp import LaneGroup, Part, activation_dtype, weight_kind
 from model.exchange import Alone, Exchange, GroupExchange, SocketExchange
 from model.sockets import PeerError, connect
 from model.text import Tokenizer
@@ -58,7 +58,7 @@ class Loading:
     @property
     def kind(self) -> str:
         """How model.weights keeps the linear maps."""
-        return self.weights if self.device == "cpu" and self.weights in ("bfloat16", "int8") else "as_is"
+        return "int8" if self.weights == "int8" else weight_kind(self.stored, torch.device(self.device))
 
     def load(self, config: LaneformerConfig, exchange: Exchange) -> LaneGroup:
         """This process's part of the checkpoint; no more than one whole parameter beside it is in memory."""
