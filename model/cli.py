@@ -16,16 +16,13 @@ def main(arguments: list[str]) -> int:
     return run(VERBS, arguments)
 
 
-def _dtype(text: str) -> str:
-    if text not in DTYPES:
-        raise ValueError(f"one of {', '.join(DTYPES)}")
-    return text
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"one of {', '.join(choices)}")
+        return text
 
-
-def _device(text: str) -> str:
-    if text not in ("cpu", "cuda"):
-        raise ValueError("cpu or cuda")
-    return text
+    return parse
 
 
 def _integer(least: int, most: int | None = None) -> Callable[[str], int]:
@@ -40,11 +37,14 @@ def _integer(least: int, most: int | None = None) -> Callable[[str], int]:
     return parse
 
 
-DTYPE = Key(", ".join(DTYPES), _dtype, "float32")
+DTYPE = Key(", ".join(DTYPES), _one_of(*DTYPES), "float32")
 LOADING = {
     "checkpoint": Key("a step-N directory", Path),
-    "dtype": DTYPE,
-    "device": Key("cpu or cuda", _device, "cpu"),
+    "weights": Key(f"kept as {', '.join(DTYPES)} or int8", _one_of(*DTYPES, "int8"), "float32"),
+    "device": Key("cpu or cuda", _one_of("cpu", "cuda"), "cpu"),
+    "lanes": Key(
+        "processes to share the lanes: 1, 2, 4, …; torchrun's own number counts too", _integer(1), 1
+    ),
 }
 DRAWING = {
     "max_new_tokens": Key("at most so many", _integer(1), 128),
@@ -108,7 +108,7 @@ VERBS = {
         {
             "checkpoint": Key("a step-N directory", Path),
             "out": Key("folder to make", Path),
-            "dtype": Key(f"of the weights: {', '.join(DTYPES)}", _dtype, "bfloat16"),
+            "dtype": Key(f"of the weights: {', '.join(DTYPES)}", _one_of(*DTYPES), "bfloat16"),
             "shard_bytes": Key("largest file of weights", _integer(1), 5_000_000_000),
         },
     ),

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from model.command import UsageError
-
-if TYPE_CHECKING:
-    from model.config import LaneformerConfig
-    from model.text import Tokenizer
+if TYPE_CHECKING:  # it imports torch, which takes a while
+    from model.engine import Engine
 
 
 def generate_text(values: dict[str, Any], switches: set[str]) -> None:
@@ -20,22 +19,24 @@ def generate_text(values: dict[str, Any], switches: set[str]) -> None:
     from model.text import TextStream
 
     sampling = Sampling(temperature=values["temperature"], top_p=values["top_p"], seed=values["seed"])
-    generate, _, tokenizer = _load(values)
     as_json = "--json" in switches
     stream = TextStream(values["stop"])
 
     def show(texts: list[str]) -> None:
         print(stream.push(texts[0]), end="", flush=True)
 
-    if not as_json:
-        print(values["prompt"], end="", flush=True)
-    (result,), timing = generate(
-        [tokenizer.prompt(values["prompt"])],
-        max_new_tokens=values["max_new_tokens"],
-        sampling=sampling,
-        stops=values["stop"],
-        on_token=None if as_json else show,
-    )
+    with _opened(values) as engine:
+        if engine is None:
+            return
+        if not as_json:
+            print(values["prompt"], end="", flush=True)
+        (result,), timing = engine.generate(
+            [engine.tokenizer.prompt(values["prompt"])],
+            max_new_tokens=values["max_new_tokens"],
+            sampling=sampling,
+            stops=values["stop"],
+            on_token=None if as_json else show,
+        )
     if as_json:
         print(json.dumps({"prompt": values["prompt"], **vars(result), **vars(timing)}, ensure_ascii=False))
         return
@@ -50,13 +51,17 @@ def chat(values: dict[str, Any], switches: set[str]) -> None:
     from model.decode import Sampling
 
     sampling = Sampling(temperature=values["temperature"], top_p=values["top_p"], seed=values["seed"])
-    generate, sizes, tokenizer = _load(values)
-    template = ChatTemplate.of_checkpoint(values["checkpoint"], tokenizer)
-    if template is None:
-        raise ValueError(f"{values['checkpoint']} has no chat_template.jinja; use python -m model generate")
-    context, most = sizes.max_position_embeddings, values["max_new_tokens"]
-    conversation = Conversation(template, context, room=min(most, context // 4), system=values["system"])
-    chat(generate, conversation, most, sampling)
+    with _opened(values) as engine:
+        if engine is None:
+            return
+        template = ChatTemplate.of_checkpoint(values["checkpoint"], engine.tokenizer)
+        if template is None:
+            raise ValueError(
+                f"{values['checkpoint']} has no chat_template.jinja; use python -m model generate"
+            )
+        context, most = engine.sizes.max_position_embeddings, values["max_new_tokens"]
+        conversation = Conversation(template, context, room=min(most, context // 4), system=values["system"])
+        chat(engine.generate, conversation, most, sampling)
 
 
 def serve(values: dict[str, Any], switches: set[str]) -> None:
@@ -65,34 +70,32 @@ def serve(values: dict[str, Any], switches: set[str]) -> None:
     from model.serve import serve
     from model.serve_api import Served
 
-    generate, sizes, tokenizer = _load(values)
-    served = Served(
-        name=values["name"] or values["checkpoint"].resolve().name,
-        tokenizer=tokenizer,
-        template=ChatTemplate.of_checkpoint(values["checkpoint"], tokenizer),
-        context=sizes.max_position_embeddings,
-        vocab_size=sizes.vocab_size,
-    )
-    serve(generate, served, values["host"], values["port"], values["queue"])
+    with _opened(values) as engine:
+        if engine is None:
+            return
+        served = Served(
+            name=values["name"] or values["checkpoint"].resolve().name,
+            tokenizer=engine.tokenizer,
+            template=ChatTemplate.of_checkpoint(values["checkpoint"], engine.tokenizer),
+            context=engine.sizes.max_position_embeddings,
+            vocab_size=engine.sizes.vocab_size,
+        )
+        serve(engine.generate, served, values["host"], values["port"], values["queue"])
 
 
-def _load(values: dict[str, Any]) -> tuple[Callable[..., Any], LaneformerConfig, Tokenizer]:
-    """What generates, the sizes of the model, and its tokenizer."""
-    import torch
+@contextlib.contextmanager
+def _opened(values: dict[str, Any]) -> Iterator[Engine | None]:
+    """The checkpoint's engine; None in a process that has only helped, and is done.
 
-    from model.checkpoint import load_checkpoint
-    from model.decode import generate
-    from model.delayed_tp import LaneGroup
-    from model.text import Tokenizer
+    Ends this process with status 1, and a message, if another process of the job is lost.
+    """
+    from model.engine import Loading, open_engine
+    from model.sockets import PeerError
 
-    if values["device"] == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device=cuda, but torch sees no GPU here")
-    dtype = getattr(torch, values["dtype"])
-    model, sizes, tokenizer_file = load_checkpoint(values["checkpoint"], dtype, values["device"])
-    tokenizer = Tokenizer(tokenizer_file)
-    group = LaneGroup.of(model)
-
-    def generate_after(prompts: list[list[int]], **how: Any) -> Any:
-        return generate(group, prompts, tokenizer.reader(prompts[0]), eos_id=tokenizer.eos_id, **how)
-
-    return generate_after, sizes, tokenizer
+    loading = Loading(checkpoint=values["checkpoint"], weights=values["weights"], device=values["device"])
+    try:
+        with open_engine(loading, values["lanes"]) or contextlib.nullcontext() as engine:
+            yield engine
+    except PeerError as error:
+        print(f"python -m model: {error}", file=sys.stderr)
+        raise SystemExit(1) from None

@@ -81,8 +81,13 @@ def test_sizes_as_json_and_table(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "checkpoint=nowhere", "top_p=2"], "top_p=2.0 must lie in (0, 1]"),
         (["generate", "checkpoint=nowhere", "temperature=hot"], "temperature=hot must be a number"),
         (["generate", "checkpoint=nowhere", "seed=1.5"], "seed=1.5 must be an integer"),
-        (["generate", "checkpoint=nowhere", "dtype=int4"], "dtype=int4 must be one of"),
-        (["generate", "checkpoint=nowhere", "device=tpu"], "device=tpu must be cpu or cuda"),
+        (
+            ["generate", "checkpoint=nowhere", "weights=int4"],
+            "weights=int4 must be one of float32, float64, bfloat16, float16, int8",
+        ),
+        (["chat", "checkpoint=nowhere", "lanes=0"], "lanes=0 must be an integer of at least 1"),
+        (["serve", "checkpoint=nowhere", "port=x"], "port=x must be an integer of 0 to 65535"),
+        (["generate", "checkpoint=nowhere", "device=tpu"], "device=tpu must be one of cpu, cuda"),
         (
             ["generate", "top_p=x", "--fast"],
             "--fast is not a switch; switches: --json; checkpoint= is needed",
