@@ -27,6 +27,7 @@ MAY_USE_TORCHTITAN = {
     "train/loader.py",
     "train/loss.py",
     "train/metrics.py",
+    "train/profiling.py",
     "train/session.py",
     "train/titan.py",
     "train/trainer.py",

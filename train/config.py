@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -50,6 +50,7 @@ class RunConfig:
     cluster: ClusterConfig
     train: TrainConfig
     runs: str = "runs"
+    profile: Literal["off", "on"] = "off"  # trace a few steps of each attempt (train/profiling.py)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
@@ -169,6 +170,7 @@ def _schema_defaults() -> dict[str, Any]:
     return {
         "name": "???",
         "runs": "runs",
+        "profile": "off",
         "data": values(DataConfig),
         "train": values(TrainConfig),
         "checkpoint": values(CheckpointConfig),
@@ -228,7 +230,7 @@ def load_resolved(path: str | os.PathLike[str]) -> RunConfig:
 # Between two attempts of one run these may change: they say where and how it runs, and change results by rounding at
 # most. What changes the trajectory (`stability` decides which steps end attempts or are passed over) needs
 # --allow-change, which records it.
-ELASTIC = ("cluster", "parallel", "checkpoint", "metrics", "train.local_batch_size", "runs")
+ELASTIC = ("cluster", "parallel", "checkpoint", "metrics", "train.local_batch_size", "runs", "profile")
 NOT_ELASTIC = ("parallel.param_dtype",)  # another precision is more than rounding
 
 

@@ -12,6 +12,7 @@
         bad_steps.jsonl   steps whose loss was not finite or spiked, with the attempt that met them
         stragglers.json   each rank's own time in a step, slowest first, as of the last logged step
         logs/<attempt>/   output of each rank
+        profile/step-N/   what steps N, N + 1, … spent time and memory on (profile=on)
         tensorboard/ wandb/ wandb_id
         control/          `stop` and `save`: touch one and the run obeys at its next step
         DONE              written when the budget has been trained on

@@ -27,7 +27,11 @@ def train_session(config: RunConfig, run: RunDir, init_from: Path | None, attemp
         watchdog = Watchdog(config.cluster, run, attempt, rank)
         bad_steps = BadSteps(config.stability, run, attempt)
         trainer = LaneformerTrainer(
-            trainer_config(config, run, init_from), run=run, watchdog=watchdog, bad_steps=bad_steps
+            trainer_config(config, run, init_from),
+            run=run,
+            watchdog=watchdog,
+            bad_steps=bad_steps,
+            profile=config.profile == "on",
         )
         outcome = trainer.train()
         trainer.close()

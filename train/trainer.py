@@ -12,6 +12,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -29,6 +30,7 @@ from train.bad_steps import BadSteps
 from train.checkpoint import RunCheckpointer
 from train.loader import MixtureDataLoader
 from train.metrics import RunMetrics, peak_memory_gib
+from train.profiling import StepProfiler, tensor_bytes
 from train.run_dir import RunDir, write_atomic
 from train.stragglers import OwnTime, node_name
 from train.watchdog import Watchdog
@@ -71,7 +73,15 @@ class LaneformerTrainer(Trainer):
 
     dataloader: MixtureDataLoader  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, config: Trainer.Config, *, run: RunDir, watchdog: Watchdog, bad_steps: BadSteps):
+    def __init__(
+        self,
+        config: Trainer.Config,
+        *,
+        run: RunDir,
+        watchdog: Watchdog,
+        bad_steps: BadSteps,
+        profile: bool = False,
+    ):
         super().__init__(config)
         self.run = run
         self.watchdog = watchdog
@@ -79,6 +89,8 @@ class LaneformerTrainer(Trainer):
         self.sources = sources = self.dataloader.sources
         self.model = cast(Laneformer, self.model_parts[0])
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        profiled = profile and dist.get_rank() == 0
+        self.profiler = StepProfiler(run, self.device, self._resident_bytes) if profiled else None
         self.own_time = OwnTime(self.model.layers.values(), self.device, node_name())
         self.consumed_sequences = dict.fromkeys(sources, 0)
         self.consumed_tokens = dict.fromkeys(sources, 0)
@@ -171,6 +183,17 @@ class LaneformerTrainer(Trainer):
         stop, save = (bool(value) for value in flat[-2:].tolist())
         return total / max(tokens, 1.0), Requests(stop=stop, save=save)
 
+    def _resident_bytes(self) -> int:
+        """What lives between steps on this rank: weights, buffers and the optimizer's state."""
+        moments = [
+            value
+            for optimizer in self.optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        ]
+        return tensor_bytes([*self.model.parameters(), *self.model.buffers(), *moments])
+
     def _sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         if dist.get_world_size() > 1:
             dist.all_reduce(value)
@@ -258,7 +281,8 @@ class LaneformerTrainer(Trainer):
                 requests = self._pass_over_step(data_iterator)
                 self._save(requests)
                 continue
-            with self.watchdog.step(self.step):
+            profiled = self.profiler.step(self.step) if self.profiler else nullcontext()
+            with profiled, self.watchdog.step(self.step):
                 row, requests = self.train_step(data_iterator)
             row["seconds/checkpoint"] = self._save(requests)
             row["seconds/validation"] = self._validate()
@@ -268,6 +292,8 @@ class LaneformerTrainer(Trainer):
                 self._log(row, seconds)
             if self.step - loaded_step == 1:
                 self._tighten_timeouts()
+        if self.profiler:
+            self.profiler.close()
         self.checkpointer.finish()
         self.checkpointer._purge_stale_checkpoints()
         return "stopped" if self.step < total else "done"
