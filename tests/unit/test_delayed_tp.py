@@ -19,6 +19,7 @@ from model.exchange import Alone, Exchange, SocketExchange
 from model.kv_cache import GRAPH_SLOTS, KeyValueCache
 from model.laneformer import Laneformer, build_model
 from model.sockets import Mesh, Peer
+from tests.benchmarks import decode_gpu
 from tests.parallel.test_delayed_tp import BASE, VARIANTS
 
 
@@ -184,6 +185,23 @@ def test_fixed_shapes_for_graphs_change_nothing(
     assert GRAPH_SLOTS == 256
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_plain_functions_that_gpus_run(name: str) -> None:
+    model, tokens = model_of(VARIANTS[name]), ids(60)
+
+    def work(exchange: Exchange) -> torch.Tensor:
+        group = LaneGroup.of(model, exchange)
+        group.buffers.on = False
+        decoder = Decoder(group, [tokens[:50]], 60)
+        logits = [decoder.prefill(30)] + [decoder.advance(torch.tensor([[token]])) for token in tokens[50:]]
+        return torch.cat(logits)
+
+    expected = model(torch.tensor([tokens]))[0, 49:]
+    for size in (1, 2):
+        got = torch.cat(in_threads(size, work), dim=-1)
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize("name", ["as released", "no delay", "early comm", "tied"])
 def test_a_token_takes_no_new_memory(name: str) -> None:
     """In the steady state of one sequence, the model's step makes no tensor; drawing the token is not counted."""
@@ -234,3 +252,16 @@ def test_each_process_holds_its_share() -> None:
 def test_lanes_that_cannot_be_dealt_out() -> None:
     with pytest.raises(ValueError, match="3 processes cannot share 8 lanes"):
         Part.of(LaneformerConfig.from_dict(BASE), 0, 3)
+
+
+def test_the_gpu_benchmark_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_gpu, "TOKENS", 2)
+    monkeypatch.setattr(decode_gpu, "REPEATS", 1)
+    rows = decode_gpu.measure("smoke", torch.float32, torch.device("cpu"), context=8)
+    assert [row["row"].split(",")[0] for row in rows] == [
+        "memory read",
+        "one process",
+        "one lane of 8",
+        "8 GPUs",
+    ]
+    assert all(row["tokens/s"] > 0 for row in rows[1:])
