@@ -56,7 +56,10 @@ VERBS = {
     "sizes": Verb(
         "table of the shipped sizes: parameters, bytes a decoded token, KV cache, training FLOPs",
         verbs.sizes,
-        {"context": Key("tokens of context for cache and FLOPs", _integer(1), 4096)},
+        {
+            "context": Key("tokens of context for cache and FLOPs", _integer(1), 4096),
+            "lanes": Key("processes that share the lanes: memory is each one's", _integer(1), 1),
+        },
         {"--json": "print JSON: bytes and FLOPs as integers"},
     ),
     "logits": Verb(

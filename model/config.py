@@ -222,6 +222,18 @@ class LaneformerConfig:
         head = 0 if self.tie_word_embeddings else self._head_weights()
         return self.vocab_size * self.hidden_size + blocks + final_scale + head
 
+    def part_parameters(self, processes: int) -> int:
+        """Parameters that one of so many processes holds when they share the lanes to decode: its lanes, one
+        slice of the vocabulary's embedding and head (the largest), and the norms' scales that all lanes share."""
+        scale = self.hidden_size * (1 if self.replicated_rmsn_scale else self.num_lanes // processes)
+        final_scale = self.hidden_size if self.pre_norm_lane_agg else scale
+        blocks = self.num_hidden_layers * (self._block_matmul_weights() // processes + 2 * scale)
+        tokens = -(-self.vocab_size // processes)
+        head = 0 if self.tie_word_embeddings else tokens * (self._head_weights() // self.vocab_size)
+        if self.lm_head_type == "vocab_parallel":
+            head = self._head_weights() // processes
+        return tokens * self.hidden_size + blocks + final_scale + head
+
     def attended_keys(self, seq_len: int, window: int | None) -> float:
         """Keys that a token attends to, averaged over one document of seq_len tokens."""
         if window is None or window >= seq_len:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # torch is imported by the verbs that compute, so that the ot
 
 def sizes(values: dict[str, Any], switches: set[str]) -> None:
     """All shipped sizes with what they cost."""
-    context = values["context"]
+    context, processes = values["context"], values["lanes"]
     rows = []
     for name in size_names():
         config = load_size(name)
@@ -28,7 +28,7 @@ def sizes(values: dict[str, Any], switches: set[str]) -> None:
                 "lanes": config.num_lanes,
                 "delay": config.broadcast_delay,
                 "decode_bytes": config.decode_bytes(2),
-                "kv_bytes": config.kv_bytes(context, 2),
+                **_memory(config, context, processes),
                 "train_flops_per_token": config.flops_per_token(context),
             }
         )
@@ -38,16 +38,32 @@ def sizes(values: dict[str, Any], switches: set[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"16-bit weights and cache, {context} tokens of context", box=None)
+    title = f"16-bit weights and cache, {context} tokens of context"
+    if processes > 1:
+        title += f"; weights and cache of each of {processes} processes"
+    table = Table(title=title, box=None)
     headers = ["size", "parameters", "layers", "width", "lanes", "delay"]
-    headers += ["MB a decoded token", "KV cache MB", "training GFLOP a token"]
+    headers += ["MB a decoded token", "weights MB", "KV cache MB", "training GFLOP a token"]
     for header in headers:
         table.add_column(header, justify="left" if header == "size" else "right")
     for row in rows:
         counts = [f"{row[key]:,}" for key in ("parameters", "layers", "width", "lanes", "delay")]
-        megabytes = [f"{row[key] / 1e6:,.1f}" for key in ("decode_bytes", "kv_bytes")]
+        megabytes = [
+            "-" if row[key] is None else f"{row[key] / 1e6:,.1f}"
+            for key in ("decode_bytes", "weight_bytes", "kv_bytes")
+        ]
         table.add_row(row["size"], *counts, *megabytes, f"{row['train_flops_per_token'] / 1e9:.3f}")
     Console(width=120).print(table)
+
+
+def _memory(config: LaneformerConfig, context: int, processes: int) -> dict[str, int | None]:
+    """16-bit bytes of weights and cache in each process; None where the lanes cannot be shared so."""
+    if config.num_lanes % processes:
+        return {"weight_bytes": None, "kv_bytes": None}
+    return {
+        "weight_bytes": 2 * config.part_parameters(processes),
+        "kv_bytes": config.kv_bytes(context, 2) // processes,
+    }
 
 
 def logits(values: dict[str, Any], switches: set[str]) -> None:

@@ -245,6 +245,7 @@ def test_each_process_holds_its_share() -> None:
     norms = 4 * 64 * (2 * 5 + 1)
     for weights, cache in in_threads(4, work):
         zeros = 2 * 64 * 4
+        assert weights == 4 * model.sizes.part_parameters(4) + zeros
         assert weights == (whole.weight_bytes() - norms) // 4 + norms + zeros
         assert cache == Decoder(whole, [ids(10)], 20).cache.bytes() // 4
 
@@ -265,3 +266,15 @@ def test_the_gpu_benchmark_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         "8 GPUs",
     ]
     assert all(row["tokens/s"] > 0 for row in rows[1:])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("processes", [1, 2, 8])
+def test_the_largest_part_is_as_computed(name: str, processes: int) -> None:
+    model = build_model(LaneformerConfig.from_dict(BASE | VARIANTS[name])).requires_grad_(False)
+    held = []
+    for rank in range(processes):
+        part = Part.of(model.sizes, rank, processes)
+        parameters = {id(p): (n, p) for n, p in model.named_parameters()}  # a tied one once
+        held.append(sum(part.cut(name, p, model.sizes).numel() for name, p in parameters.values()))
+    assert max(held) == model.sizes.part_parameters(processes)
