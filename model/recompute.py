@@ -25,10 +25,12 @@ def recomputed(function: Callable[..., Any], *inputs: Any, keep_products: bool =
     """function(*inputs), keeping for the backward pass only the inputs; nothing in it may be random.
 
     A trailing matrix product is not computed again: recomputation ends with the last tensor that backward
-    needs, which is its input. Compiled code can't see where that is if the product itself is needed by what
-    follows the function; keep_products says so.
+    needs, which is the product's input. The compiler would, where the operations that follow the function need
+    the product, unless told to keep_products.
     """
     if not torch.is_grad_enabled():
         return function(*inputs)
-    more: dict[str, Any] = {"context_fn": _keep_products} if keep_products else {}
+    more: dict[str, Any] = {}
+    if keep_products and torch.compiler.is_compiling():
+        more["context_fn"] = _keep_products
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, **more)
