@@ -29,6 +29,10 @@ USAGE = """usage: python -m launch VERB …
         --allow-change=KEY   let a run that exists go on with another value of KEY
         --evals=SUITE[,SUITE…]   a job beside each run scores its checkpoints as they appear (launch/eval.slurm)
 
+  data source=NAME[,NAME…] tasks=N [key=value …] [--dry-run] [--SBATCH-OPTION=VALUE …]
+      Prepare sources by array jobs of N tasks (launch/prepare.slurm), each followed by the job that verifies their
+      shares and puts them together. Words are those of `python -m data_mixtures prepare`.
+
   status [runs=runs] [NAME …]
       One table of runs: state, attempts, step, tokens, speed, time left, goodput, last checkpoint, scores; below it
       why a run was given up or waits.
@@ -107,6 +111,13 @@ def run_submit(words: list[str], switches: list[str]) -> int:
     )
 
 
+def run_data(words: list[str], switches: list[str]) -> int:
+    from launch.data_jobs import data_jobs
+
+    options = [switch for switch in switches if switch != "--dry-run"]
+    return data_jobs(words, options, dry_run="--dry-run" in switches)
+
+
 def run_status(words: list[str], switches: list[str]) -> int:
     from launch.status import status
 
@@ -169,6 +180,7 @@ def run_successor(words: list[str], switches: list[str]) -> int:
 VERBS: dict[str, Callable[[list[str], list[str]], int]] = {
     "smoke": run_smoke,
     "submit": run_submit,
+    "data": run_data,
     "status": run_status,
     "watch": run_watch,
     "dashboard": run_dashboard,

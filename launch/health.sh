@@ -61,6 +61,18 @@ check_matmul() { # a slow device holds up all others; torch takes seconds to imp
         finding "matrix product: $(tail -1 <<<"$told")"
 }
 
+check_allreduce() { # between the node's devices, then with each neighbour; also where nodes without GPUs set a floor
+    local floor=${HEALTH_MIN_ALLREDUCE_GBPS:-} told
+    [ -n "$floor" ] || { command -v nvidia-smi >/dev/null && [ "${SLURM_GPUS_ON_NODE:-0}" -gt 0 ] && floor=100; }
+    [ -n "$floor" ] && [ "$floor" != 0 ] || return 0
+    if told=$(PYTHONSAFEPATH=1 PYTHONPATH=$CODE timeout 600 "$PYTHON" -m launch.allreduce \
+        "$floor" "${HEALTH_MIN_LINK_GBPS:-$(awk "BEGIN { print $floor / 10 }")}" 2>&1); then
+        grep '^weak link' <<<"$told"
+    else
+        finding "all-reduce: $(tail -1 <<<"$told")"
+    fi
+}
+
 check_disk "$RUN" "${HEALTH_MIN_RUN_GIB:-1}"
 check_disk "${TMPDIR:-/tmp}" "${HEALTH_MIN_TMP_GIB:-1}"
 check_memory
@@ -68,6 +80,7 @@ check_shared
 check_clock
 check_gpus
 check_matmul
+check_allreduce
 if [ -n "${HEALTH_EXTRA:-}" ]; then # a site's own check: a command; its output names what is wrong
     reason=$(bash -c "$HEALTH_EXTRA" 2>&1) || finding "$(tr '\n' ' ' <<<"$reason")"
 fi

@@ -85,13 +85,24 @@ run() {
 # Every node's health, before each attempt. A node that fails is named, and the job continues as a successor
 # without it: a requeued job cannot exclude nodes.
 check_nodes() {
-    local report=$RUN/logs/health-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}.txt
-    srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --ntasks="$SLURM_JOB_NUM_NODES" --wait=60 \
-        --output="$report" --open-mode=append bash "$CODE/launch/health.sh" && return
-    local bad
-    bad=$(sed -n 's/^unhealthy \([^ ]*\) .*/\1/p' "$report" | sort -u | paste -sd,)
+    local report=$RUN/logs/health-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}.txt nodes bad node
+    nodes=$(patiently scontrol show node "$SLURM_JOB_NODELIST" -o | # name=address of each, for all-reduces in pairs
+        sed -n 's/^NodeName=\([^ ]*\) .* NodeAddr=\([^ ]*\) .*/\1=\2/p')
+    : >"$report"
+    HEALTH_NODES=$(paste -sd' ' <<<"$nodes") srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
+        --ntasks="$SLURM_JOB_NUM_NODES" --wait=600 --output="$report" --open-mode=append \
+        bash "$CODE/launch/health.sh"
+    local status=$?
+    grep -E '^(unhealthy|weak link)' "$report" | sort -u >&2
+    [ "$status" != 0 ] || return 0
     [ -z "$SIGNAL" ] || return 0 # being ended: the check was cut off
-    grep '^unhealthy' "$report" >&2
+    bad=$(sed -n 's/^unhealthy \([^ ]*\) .*/\1/p' "$report" | sort -u | paste -sd,)
+    if [ -z "$bad" ]; then # then it is those that gave no answer
+        for node in $(sed 's/=.*//' <<<"$nodes"); do
+            grep -qx "healthy $node" "$report" || bad=${bad:+$bad,}$node
+        done
+        [ -z "$bad" ] || say "no answer from $bad"
+    fi
     [ -n "$bad" ] || give_in 1 "the health check failed and named no node: $report"
     frozen -m launch successor run="$RUN" nodes="$bad" && exit 0
     give_in 1 "no successor without $bad could be submitted"
@@ -133,18 +144,37 @@ rank() { # RUN ATTEMPT
 }
 
 launch_eval() { # run=RUN [key=value …]: score the checkpoints of a run as they appear
-    local word status
+    local word
     RUN=""
     for word in "$@"; do [[ $word != run=* ]] || RUN=${word#run=}; done
     [ -d "$RUN" ] || give_in 2 "give run= a run directory, not '$RUN'"
     CODE=$RUN/code/tree
     [ -d "$CODE" ] || CODE=$PWD # a run that was not submitted
+    resumable frozen -m eval score --follow "$@"
+}
+
+launch_prepare() { # tasks=N key=value … in an array job: this task's share of a source; merge key=value …: all shares
+    local word tasks="" words=()
+    CODE=$PWD
+    if [ "${1:-}" = merge ]; then
+        resumable frozen -m data_mixtures "$@"
+    fi
+    for word in "$@"; do
+        if [[ $word == tasks=* ]]; then tasks=${word#tasks=}; else words+=("$word"); fi
+    done
+    [ -n "$tasks" ] && [ -n "${SLURM_ARRAY_TASK_ID:-}" ] ||
+        give_in 2 "submit with --array=0-<N-1> and tasks=N, or with 'merge' as the first word"
+    resumable frozen -m data_mixtures prepare "workers=${SLURM_CPUS_PER_TASK:-1}" "${words[@]}" \
+        "shard=$SLURM_ARRAY_TASK_ID/$tasks"
+}
+
+resumable() { # COMMAND…, which goes on where it was killed: before the time limit it is, and the job is requeued
     environment
     INTERRUPTED=0
     trap 'INTERRUPTED=1; kill "$!"' USR1
-    PYTHONSAFEPATH=1 PYTHONPATH=$CODE "$PYTHON" -m eval score --follow "$@" &
+    "$@" &
     wait "$!"
-    status=$?
+    local status=$?
     [ "$INTERRUPTED" = 0 ] || hand_back requeue
     exit "$status"
 }

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -173,3 +176,28 @@ def test_submitting_twice_is_refused(site: Site) -> None:
     site.slurm.run("scancel", job)
     assert again.returncode == 2
     assert f"has job {job} already" in again.stderr
+
+
+def test_a_source_is_prepared_by_an_array_of_tasks(site: Site, tmp_path: Path) -> None:
+    """Each task takes its share; a job that waits for all of them verifies the shares and puts them together."""
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    for number in range(6):
+        lines = [json.dumps({"text": f"document {n} of file {number}: " + "words " * 20}) for n in range(20)]
+        (raw / f"{number}.jsonl").write_text("\n".join(lines))
+    source = tmp_path / "notes.yaml"
+    source.write_text(
+        f"kind: jsonl\npath: {raw}\nlicence: none\ncategory: general\ncolumns: {{text: text}}\n"
+    )
+    root = tmp_path / "prepared"
+    shutil.copytree(site.data, root)
+    keys = [f"source={source}", f"root={root}", "held_out=0.05"]
+    options = ["--cpus-per-task=1", f"--output={tmp_path}/%x-%A_%a.log"]
+    told = site.launch("data", *keys, "tasks=3", *options)
+    array, merge = re.findall(r"job (\d+)", told)
+    site.end(merge, "COMPLETED", 100)
+    logs = sorted(file.name for file in tmp_path.glob(f"prepare-*-{array}_*.log"))
+    assert [name[-5] for name in logs] == ["0", "1", "2"]
+    manifest = json.loads((root / "notes" / "train" / "manifest.json").read_text())
+    held_out = json.loads((root / "notes" / "validation" / "manifest.json").read_text())
+    assert manifest["documents"] + held_out["documents"] == 120

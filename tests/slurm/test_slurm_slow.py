@@ -108,6 +108,46 @@ def test_a_lost_node(site: Site, spare: SlurmCluster, undisturbed: RunDir) -> No
     assert len(numbers(site.run_dir("lost"))) == STEPS
 
 
+def test_a_node_with_a_slow_all_reduce_is_left_out(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two nodes of two ranks each reduce, alone and with each other; n1 is made to miss its own floor."""
+    python, environment = tmp_path / "python", tmp_path / "site.env"
+    python.write_text(
+        f"""#!/bin/bash
+if [ "$2 $SLURMD_NODENAME" = "launch.allreduce n1" ] && [ "$3" != worker ]; then set -- -m "$2" 1e6 "$4"; fi
+exec {ROOT}/.venv/bin/python "$@"
+"""
+    )
+    python.chmod(0o755)
+    environment.write_text(f"PYTHON={python}\nHEALTH_MIN_ALLREDUCE_GBPS=0.0001\n")
+    monkeypatch.setitem(site.slurm.environment, "LANEFORMER_SITE", str(environment))
+    job = site.submit("bottleneck", "train.init_from=never")
+    site.end(job, "COMPLETED", 200)
+    run = site.run_dir("bottleneck")
+    told = (run.logs / f"health-{job}-0.txt").read_text()
+    assert "unhealthy n1 all-reduce: its own 2 devices at" in told
+    assert "healthy n2" in told.splitlines()
+    assert "weak link" not in told
+    lines = list(read_lines(run.attempts))
+    assert (lines[0]["event"], lines[0]["excluded"]) == ("successor", "n1")
+    assert site.end(lines[0]["new"], "FAILED", 100)["NodeList"] == "n[2-3]"
+
+
+def test_a_node_that_gives_no_answer_is_left_out(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its check dies without a word."""
+    environment = tmp_path / "site.env"
+    environment.write_text("""HEALTH_EXTRA='[ $SLURMD_NODENAME != n2 ] || kill -9 $PPID'\n""")
+    monkeypatch.setitem(site.slurm.environment, "LANEFORMER_SITE", str(environment))
+    job = site.submit("silent", "train.init_from=never")
+    site.end(job, "COMPLETED", 100)
+    lines = list(read_lines(site.run_dir("silent").attempts))
+    assert (lines[0]["event"], lines[0]["excluded"]) == ("successor", "n2")
+    assert site.end(lines[0]["new"], "FAILED", 100)["NodeList"] == "n[1,3]"
+
+
 def test_24_nodes_of_8_fake_gpus_take_five_steps(tiny_data: Path, tmp_path: Path, site: Site) -> None:
     """One rank a node, since a machine of two cores runs no 192: the shape of the job is phase 2's."""
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder, SlurmCluster(Path(folder), 24) as slurm:

@@ -133,3 +133,20 @@ def test_frozen_code_is_replaced_only_where_it_differs(tmp_path: Path) -> None:
     (root / "train" / "a.py").write_text("two")
     assert freeze(root, run) != first
     assert (frozen / "train" / "a.py").read_text() == "two"
+
+
+def test_data_jobs(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["source=a,b", "tasks=4", "root=data/x", "workers=8", "--time=1:00:00", "--dry-run"]
+    assert main(["data", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    array, merge = (line.split(": ", 1)[1].split() for line in lines[:2])
+    assert "--array=0-3" in array
+    assert array[-4:] == ["tasks=4", "source=a", "root=data/x", "workers=8"]
+    assert merge[-3:] == ["merge", "source=a", "root=data/x"]
+    assert "--kill-on-invalid-dep=yes" in merge
+    assert all("--time=1:00:00" in line for line in lines)
+    assert [line.split(": ")[0] for line in lines] == ["a", "a", "b", "b"]
+    assert main(["data", "root=x", "--dry-run"]) == 2
+    told = capsys.readouterr().err
+    assert "give source=NAME" in told
+    assert "tasks= must be a whole number" in told
