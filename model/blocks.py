@@ -262,5 +262,5 @@ class LaneBlock(Module):
                 return x_LTD, linear(normed_LTD)
             x_LTD = x_LTD + increment(exchange, own_LTD, awaited_LTD)
         if self.recompute:
-            return x_LTD, recomputed(lambda x: linear(norm(x)), x_LTD, keep_products=True)
+            return x_LTD, recomputed(lambda x: linear(norm(x)), x_LTD)
         return x_LTD, linear(norm(x_LTD))

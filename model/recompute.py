@@ -11,26 +11,18 @@ segment of one layer therefore saves little; take three layers or more.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-
-_PRODUCTS: list[Any] = [torch.ops.aten.bmm.default, torch.ops.aten.mm.default]
-_keep_products = partial(create_selective_checkpoint_contexts, _PRODUCTS)
+from torch.utils.checkpoint import checkpoint
 
 
-def recomputed(function: Callable[..., Any], *inputs: Any, keep_products: bool = False) -> Any:
+def recomputed(function: Callable[..., Any], *inputs: Any) -> Any:
     """function(*inputs), keeping for the backward pass only the inputs; nothing in it may be random.
 
     A trailing matrix product is not computed again: recomputation ends with the last tensor that backward
-    needs, which is the product's input. The compiler would, where the operations that follow the function need
-    the product, unless told to keep_products.
+    needs, which is the product's input.
     """
     if not torch.is_grad_enabled():
         return function(*inputs)
-    more: dict[str, Any] = {}
-    if keep_products and torch.compiler.is_compiling():
-        more["context_fn"] = _keep_products
-    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, **more)
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
