@@ -107,6 +107,7 @@ def make_suites(values: Values, switches: set[str]) -> list[Suite]:
         "core": lambda: _core("core", values, switches),
         "builtin": lambda: _core("builtin", values, switches),
         "code": lambda: _code(values, switches),
+        "validation": lambda: _validation(values),
     }
     names = [name for name in values["suite"].split(",") if name]
     unknown = [name for name in names if name not in makers]
@@ -136,6 +137,18 @@ def _code(values: Values, switches: set[str]) -> Suite:
     from eval.code import make_suite
 
     return make_suite(values, TRUST in switches)
+
+
+def _validation(values: Values) -> Suite:
+    from eval.validation import ValidationSuite
+
+    run = Path(values["run"]) if values["run"] else Path(values["checkpoint"]).resolve().parent.parent
+    return ValidationSuite(
+        run,
+        values["held_out"],
+        number("limit", values["limit"]) if values["limit"] else None,
+        number("batch_tokens", values["batch_tokens"]) if values["batch_tokens"] else None,
+    )
 
 
 def _score(values: Values, switches: set[str]) -> int:
@@ -221,11 +234,18 @@ VERBS = {
         {
             "checkpoint": Key("", "a complete checkpoint directory, or a Hugging Face folder"),
             "run": Key("", "with --follow: the run directory"),
-            "suite": Key("core", "core, builtin (small, needs no data), code, or several: core,code"),
+            "suite": Key(
+                "core", "core, builtin (small, needs no data), code, validation, or several: core,code"
+            ),
             "data": Key(
                 "data/core", "core: folder with the task files (`python -m eval fetch core` fills it)"
             ),
-            "limit": Key("", "core: at most so many items a task, always the same ones"),
+            "limit": Key(
+                "", "core: at most so many items a task, always the same ones; validation: sequences a source"
+            ),
+            "held_out": Key(
+                "", "validation: folder of the prepared data, where it is not the run's data.root"
+            ),
             "tasks": Key("", "core: only these, separated by commas"),
             "rules": Key("dclm", "core: dclm, or nanochat's prompts"),
             "out": Key("", "where results go when the checkpoint is not in a run directory"),

@@ -185,6 +185,24 @@ def code_section(chain: Chain) -> Section | None:
     return "Code", text, [charts.lines(series, chain.boundaries, chain.unit, "share of problems solved")]
 
 
+def held_out_section(chain: Chain) -> Section | None:
+    """Losses of each source on held-out text over training, and the last checkpoint's numbers."""
+    last = next(
+        (p for p in reversed(chain.points) if any(e["suite"] == "validation" for e in p.suites)), None
+    )
+    if last is None:
+        return None
+    entry = next(e for e in reversed(last.suites) if e["suite"] == "validation")
+    rows = [
+        [name, f"{t['n']:,}", f"{t['tokens']:,}", f"{t['loss']:.4f}", f"{t['bits_per_byte']:.4f}"]
+        for name, t in entry["tasks"].items()
+    ]
+    head = ["source", "sequences", "predicted tokens", "nats per token", "bits per byte"]
+    series = {name: chain.series(f"validation/{name}/bits_per_byte") for name in entry["tasks"]}
+    text = f"Step {last.step} of {last.run}.\n\n{table(head, rows)}"
+    return "Held-out text", text, [charts.lines(series, chain.boundaries, chain.unit, "bits per byte")]
+
+
 def _percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.1f} %"
 
@@ -237,7 +255,13 @@ def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
     sections = [mean_section(chain, label) for label in labels]
     sections += [s for label in labels if (s := published_section(chain, label))]
     sections += [
-        s for s in (code_section(chain), *(task_section(chain, n) for n in ("core", "builtin"))) if s
+        s
+        for s in (
+            code_section(chain),
+            held_out_section(chain),
+            *(task_section(chain, n) for n in ("core", "builtin")),
+        )
+        if s
     ]
     sections.append(cost_section(chain))
     folder = out or RunFiles(paths[-1]).evals

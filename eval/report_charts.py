@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 
 import matplotlib
 
@@ -21,7 +22,7 @@ def lines(series: Mapping[str, Points], boundaries: Boundaries, x_label: str, y_
     """Every series over training, with the begin of each run drawn."""
     figure = Figure(figsize=(8.4, 3.4), layout="constrained")
     axes = figure.subplots()
-    for colour, (name, points) in zip(COLOURS, series.items(), strict=False):
+    for colour, (name, points) in zip(cycle(COLOURS), series.items(), strict=False):
         axes.plot(*_columns(points), marker="o", markersize=4, color=colour, label=name)
     _finish(axes, boundaries, named=True)
     axes.set_xlabel(x_label)

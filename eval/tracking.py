@@ -53,13 +53,14 @@ def log_results(run: RunFiles) -> int:
 
 
 def best(results: list[dict[str, Any]]) -> dict[str, float]:
-    """The highest value of each score over all steps."""
-    highest: dict[str, float] = {}
+    """The best value of each score over all steps: the lowest held-out loss, the highest of anything else."""
+    found: dict[str, float] = {}
     for result in results:
         for entry in result["suites"]:
             for key, value in entry["scores"].items():
-                highest[key] = max(value, highest.get(key, value))
-    return highest
+                better = min if entry["suite"] == "validation" else max
+                found[key] = better(value, found.get(key, value))
+    return found
 
 
 def _wanted(run: RunFiles) -> dict[str, Any]:

@@ -14,7 +14,7 @@ MAY_IMPORT = {
     "model": set(),
     "data_mixtures": set(),
     "train": {"model", "data_mixtures"},
-    "eval": {"model", "data_mixtures.tokenizer"},
+    "eval": {"model", "data_mixtures.tokenizer", "data_mixtures.loader"},
     "launch": {"train.config", "train.run_dir", "train.views", "train.wandb_mode"},
 }
 MAY_USE_TORCHTITAN = {
