@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+from launch.alerts import alert
 from launch.attempts import (
     BARREN_LIMIT,
     EXIT_CONFIGURATION,
@@ -37,19 +38,7 @@ def newest_checkpoint(run: RunDir) -> int:
 def give_up(run: RunDir, reason: str, code: int) -> None:
     append_line(run.attempts, {"event": "gave_up", "time": time.time(), "reason": reason, "exit_code": code})
     say(f"giving up: {reason}")
-    alert(run, f"given up: {reason}")
-
-
-def alert(run: RunDir, message: str) -> None:
-    """Run ALERT_COMMAND (site.env), if set, with `run name: message` as $1: a webhook, a mail. It may fail."""
-    command = os.environ.get("ALERT_COMMAND")
-    if not command:
-        return
-    try:
-        text = f"{run.path.name}: {message}"
-        subprocess.run(["bash", "-c", command, "alert", text], check=True, timeout=60, stdout=sys.stderr)
-    except (OSError, subprocess.SubprocessError) as error:
-        say(f"ALERT_COMMAND failed: {error}")
+    alert(run, f"given up: {reason}", say)
 
 
 def begin(run: RunDir) -> int:
@@ -109,8 +98,9 @@ def end(run: RunDir, attempt: int, status: int, signal: Signal | None, problem: 
             {"event": "decision", "attempt": attempt, "time": time.time(), **vars(decision)},
         )
         say(f"{decision.action}: {decision.reason}")
-        if decision.action == "finish" or (status and decision.action in ("again", "requeue")):
-            alert(run, f"{decision.action}: {decision.reason}")
+        crashed = status and decision.action in ("again", "requeue")
+        if crashed or decision.action in ("finish", "hold"):
+            alert(run, f"{decision.action}: {decision.reason}", say)
     print(decision.action, decision.exit_code)
     return 0
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from launch.alerts import wandb_alert
 from launch.cli import main
 from launch.submit import ROOT
 from tests.unit.launch_fixtures import write_run
@@ -79,14 +81,51 @@ def test_a_problem_found_before_the_ranks_started_is_the_reason(
 def test_alerts(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALERT_COMMAND", f'echo "$1" >> {tmp_path}/alerts')
     end(run, 1)
-    end(run, 0, "USR1")  # a stop on request is no news
+    end(run, 0, "USR1")  # the scheduler's stop is no news
+    end(run, 0)  # a person's is: the job is held
     end(run, 143, "TERM")  # nor is scancel
     end(run, 2, problem="unknown key")
     run.mark_done(100)
     end(run, 0)
     told = (tmp_path / "alerts").read_text().splitlines()
-    assert [line.split(": ")[1] for line in told] == ["again", "given up", "finish"]
+    assert [line.split(": ")[1] for line in told] == ["again", "hold", "given up", "finish"]
     assert all(line.startswith("a: ") for line in told)
+
+
+def test_alerts_in_wandb(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a process of its own, which joins the run and neither names it nor ends it."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr("launch.alerts.attempt", lambda command, what, say: commands.append(command))
+    monkeypatch.setenv("WANDB_API_KEY", "x")
+    end(run, 1)  # WANDB_MODE=offline: no alert
+    monkeypatch.delenv("WANDB_MODE")
+    end(run, 2, problem="unknown key")
+    (command,) = commands
+    assert command[1:4] == ["-m", "launch.alerts", str(run.path)]
+    assert command[4].startswith("a: given up: ")
+
+    import wandb
+
+    calls: list[dict[str, Any]] = []
+
+    class Session:
+        def alert(self, **words: Any) -> None:
+            calls.append(words)
+
+        def finish(self) -> None:
+            calls.append({})
+
+    def init(**words: Any) -> Session:
+        calls.append(words)
+        return Session()
+
+    monkeypatch.setattr(wandb, "init", init)
+    wandb_alert(run, command[4])
+    begun, told, _ = calls
+    assert (begun["id"], begun["mode"]) == (run.wandb_id(), "shared")
+    assert not begun["settings"].x_primary
+    assert not begun["settings"].x_update_finish_state
+    assert told == {"title": "a: given up", "text": command[4]}
 
 
 def test_an_alert_that_fails_is_told_and_changes_nothing(
