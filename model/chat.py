@@ -9,16 +9,13 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from types import FrameType
 
 from model.chat_template import ChatTemplate, ConversationError, Message
-from model.decode import Generation, Sampling, Timing
+from model.decode import Answers, Generation, Sampling, Timing
 from model.text import TextStream
-
-Generate = Callable[..., tuple[list[Generation], Timing]]
-"""`model.engine.Engine.generate`."""
 
 HELP = "/reset begins anew, /quit or Ctrl-D ends; Ctrl-C stops an answer"
 
@@ -59,7 +56,7 @@ class Conversation:
         self._turns = []
 
 
-def chat(generate: Generate, conversation: Conversation, max_new_tokens: int, sampling: Sampling) -> None:
+def chat(generate: Answers, conversation: Conversation, max_new_tokens: int, sampling: Sampling) -> None:
     """Read questions from stdin and answer them on stdout until either ends or /quit.
 
     Answer n of the conversation draws with seed + n.
@@ -104,7 +101,7 @@ def _read(prompt: str) -> str | None:
         return ""
 
 
-def _answer(generate: Generate, prompt: list[int], max_new_tokens: int, sampling: Sampling) -> str:
+def _answer(generate: Answers, prompt: list[int], max_new_tokens: int, sampling: Sampling) -> str:
     """Show an answer while it is made, and what it took; returns it."""
     stream = TextStream()
     with _interrupts() as interrupted:

@@ -152,6 +152,10 @@ class Timing:
     """After the first token, over all rows."""
 
 
+Answers = Callable[..., tuple[list[Generation], Timing]]
+"""`model.engine.Engine.generate`: prompts, and how to continue them, to what has been generated."""
+
+
 @dataclass
 class _Row:
     """One sequence while it is generated."""

@@ -15,15 +15,16 @@ import socket
 import uvicorn
 import uvicorn.config
 
+from model.decode import Answers
 from model.serve_api import Served, build_app
-from model.serve_queue import Generate, OneAtATime, log
+from model.serve_queue import OneAtATime, log
 
 KEY_VARIABLE = "LANEFORMER_API_KEY"
 GRACE_SECONDS = 20
 """How long requests under way may take to end once the server is told to; then they are cancelled."""
 
 
-def serve(generate: Generate, served: Served, host: str, port: int, waiting_limit: int) -> None:
+def serve(generate: Answers, served: Served, host: str, port: int, waiting_limit: int) -> None:
     """Answer requests until SIGTERM or SIGINT. Port 0 takes a free one.
 
     Raises ValueError if the address may not be listened on, OSError if it can't be, and what the model died of.

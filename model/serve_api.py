@@ -95,7 +95,7 @@ def build_app(queue: OneAtATime, served: Served, api_key: str | None = None) -> 
 
 
 class Gate:
-    """What is checked before a request is read: the key, and the size of its body."""
+    """What is checked before and while a request is read: the key, and the size of its body."""
 
     def __init__(self, app: ASGIApp, api_key: str | None):
         self.app = app
@@ -105,8 +105,7 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        given = headers.get("authorization", "").encode("latin-1")
+        given = Headers(scope=scope).get("authorization", "").encode("latin-1")
         if (
             self.expected
             and scope["path"].startswith("/v1/")
@@ -115,25 +114,17 @@ class Gate:
             refusal = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
             await refusal.response()(scope, receive, send)
             return
-        length = headers.get("content-length", "")
-        if length.isdigit() and int(length) > BODY_LIMIT:
-            await _too_large().response()(scope, receive, send)
-            return
         received = 0
 
         async def receive_limited() -> Message:
             nonlocal received
             message = await receive()
             received += len(message.get("body", b""))
-            if received > BODY_LIMIT:  # sent in chunks, without a length
+            if received > BODY_LIMIT:
                 raise HTTPException(413)
             return message
 
         await self.app(scope, receive_limited, send)
-
-
-def _too_large() -> ApiError:
-    return ApiError(413, f"the request is larger than {BODY_LIMIT:,} bytes", code="request_too_large")
 
 
 def _describe(served: Served) -> dict[str, Any]:
@@ -295,7 +286,8 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
 async def _on_http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 413:
-        return _too_large().response()
+        message = f"the request is larger than {BODY_LIMIT:,} bytes"
+        return ApiError(413, message, code="request_too_large").response()
     headers = dict(error.headers) if error.headers else None
     return ApiError(error.status_code, str(error.detail), headers=headers).response()
 

@@ -16,10 +16,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from model.decode import Generation, Sampling, Timing
-
-Generate = Callable[..., tuple[list[Generation], Timing]]
-"""`model.engine.Engine.generate`."""
+from model.decode import Answers, Generation, Sampling
 
 log = logging.getLogger("model.serve")
 
@@ -88,7 +85,7 @@ class OneAtATime:
     no such thing: that is how the model refuses one request.
     """
 
-    def __init__(self, generate: Generate, waiting_limit: int):
+    def __init__(self, generate: Answers, waiting_limit: int):
         self.failure: BaseException | None = None
         self.on_failure: Callable[[], None] = lambda: None
         self._generate = generate

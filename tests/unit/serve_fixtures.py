@@ -16,11 +16,11 @@ import openai
 
 from data_mixtures.chat import JINJA_TEMPLATE
 from model.chat_template import ChatTemplate
-from model.decode import Generation, Sampling
+from model.decode import Answers, Generation, Sampling
 from model.engine import Loading, open_engine
 from model.serve import Server, listen
 from model.serve_api import Served
-from model.serve_queue import Generate, OneAtATime
+from model.serve_queue import OneAtATime
 from model.text import Tokenizer
 from tests.unit.eval_fixtures import small_tokenizer, write_checkpoint
 
@@ -39,7 +39,7 @@ def checkpoint_with_template(folder: Path) -> Path:
 class Watched:
     """A `generate` that counts its steps, notes its prompts, and takes `pause` seconds longer for each step."""
 
-    def __init__(self, generate: Generate):
+    def __init__(self, generate: Answers):
         self._generate = generate
         self.reset()
 
@@ -82,7 +82,7 @@ class Running:
 
 @contextlib.contextmanager
 def running(
-    generate: Generate,
+    generate: Answers,
     tokenizer: Tokenizer,
     *,
     waiting: int = 16,
@@ -122,7 +122,7 @@ def eventually(condition: Any, seconds: float = 20) -> None:
         time.sleep(0.005)
 
 
-def load(checkpoint: Path) -> Generate:
+def load(checkpoint: Path) -> Answers:
     """A checkpoint's `generate`."""
     engine = open_engine(Loading(checkpoint=checkpoint))
     assert engine is not None
