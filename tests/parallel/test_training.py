@@ -191,3 +191,14 @@ def test_non_finite_loss_stops_with_what_reproduces_it(tiny_data: Path, tmp_path
         train(config)
     ends = [line for line in read_lines(run.attempts) if line["event"] == "end"]
     assert ends[-1]["reason"].split(";")[0] == reason.split(";")[0]
+
+
+def test_a_tied_head_can_be_left_to_the_loss(tiny_data: Path, tmp_path: Path) -> None:
+    """The head's weight gets gradients from each chunk and, as the embedding, from the blocks."""
+    words = ["model.tie_word_embeddings=true", "optim.z_loss=1e-3"]
+    whole = train(tiny_config(tiny_data, tmp_path / "whole", *words, ranks=2, steps=8))
+    chunked = train(
+        tiny_config(tiny_data, tmp_path / "chunked", *words, "parallel.loss_chunks=4", ranks=2, steps=8)
+    )
+    for step, values in numbers(whole).items():
+        assert numbers(chunked)[step] == pytest.approx(values, rel=1e-5), f"step {step}"
