@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from train.wandb_mode import wandb_mode
 
 FOLLOW_SECONDS = 60
 SLOWEST = 8  # ranks in the table
+UNITS = (("billions", 1e9), ("millions", 1e6), ("thousands", 1e3))
+WHOLE = "all"  # what the loss over all sources is called
 COLOURS = ["#3b6fb6", "#d1603d", "#4a9a62", "#8a5fb0", "#b08a2e", "#5aa5b5", "#8c8c8c", "#c25b8e"]
 
 
@@ -49,7 +52,8 @@ def write_dashboard(run: RunDir) -> Path:
     rows = chart_rows(progress)
     marks = [a.checkpoint * progress.config.tokens_per_step for a in progress.attempts[1:] if a.checkpoint]
     for title, charts in VIEWS.items():
-        pictures = [draw_chart(chart, rows, marks) for chart in charts if chart.of(tags(rows))]
+        shown = [chart for chart in charts if chart.of(tags(rows))]
+        pictures = [draw_chart(chart, rows, marks, list(progress.config.data.weights)) for chart in shown]
         text = rank_table(progress) if title == "System" else ""
         if pictures or text:
             sections.append((title, text, pictures))
@@ -57,7 +61,7 @@ def write_dashboard(run: RunDir) -> Path:
     troubles = trouble_table(run)
     if troubles:
         sections.append(("Troubles", troubles, []))
-    page = html_page(progress.config.name, sections, refresh=None if run.done else FOLLOW_SECONDS, columns=2)
+    page = html_page(progress.config.name, sections, refresh=None if run.done else FOLLOW_SECONDS, columns=3)
     write_atomic(run.path / "dashboard.html", page)
     return run.path / "dashboard.html"
 
@@ -130,49 +134,54 @@ def tags(rows: Iterable[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(tag for row in rows for tag in row))
 
 
-def draw_chart(chart: Chart, rows: list[dict[str, Any]], marks: list[int]) -> bytes:
-    """One picture; `marks` are where attempts after the first resumed, in tokens."""
+def draw_chart(chart: Chart, rows: list[dict[str, Any]], marks: list[int], sources: list[str]) -> bytes:
+    """One picture. `marks` are where attempts after the first resumed, in tokens; a source has one colour in all."""
+    found = chart.of(tags(rows))
+    names = [name for name in map(short, found) if name not in [*sources, WHOLE]]
+    colours = dict(zip(dict.fromkeys([*sources, *names]), cycle(COLOURS), strict=False)) | {WHOLE: "black"}
+    if len(found) == 1:
+        colours[short(found[0])] = "#444444"
+    most = max(row["x"] for row in rows)
+    unit, size = next((u for u in UNITS if most >= u[1]), ("", 1))
 
     def plot(axes: Axes) -> None:
-        found = chart.of(tags(rows))
-        lines = {tag: [(row["x"] / 1e6, row[tag]) for row in rows if tag in row] for tag in found}
-        colours = dict(zip(dict.fromkeys(map(short, found)), COLOURS * 8, strict=False))
+        lines = {tag: [(row["x"] / size, row[tag]) for row in rows if tag in row] for tag in found}
         if chart.stacked:
             x = [place for place, _ in lines[found[0]]]
             values = [[value for _, value in lines[tag]] for tag in found]
             axes.stackplot(x, values, labels=[short(tag) for tag in found], colors=COLOURS, alpha=0.85)
-        else:
-            for tag, points in lines.items():
-                dashed = bool(chart.dashed) and tag.endswith(chart.dashed)
-                style: dict[str, Any] = {
-                    "linestyle": "--" if dashed else "-",
-                    "linewidth": 1.0 if dashed else 1.5,
-                }
-                style["color"] = "black" if dashed else colours[short(tag)]
-                style["label"] = None if dashed else short(tag)
-                axes.plot(
-                    *zip(*points, strict=True),
-                    marker="o" if len(points) < 12 else None,
-                    markersize=3,
-                    **style,
-                )
+        for tag, points in {} if chart.stacked else lines.items():
+            dashed = bool(chart.dashed) and tag.endswith(chart.dashed)
+            axes.plot(
+                *zip(*points, strict=True),
+                color="black" if dashed else colours[short(tag)],
+                linestyle="--" if dashed else "-",
+                linewidth=1.0 if dashed else 1.5,
+                marker="o" if len(points) < 12 else None,
+                markersize=3,
+                label=None if dashed else short(tag),
+            )
         for mark in marks:
-            axes.axvline(mark / 1e6, color="#999999", linewidth=0.8, linestyle=":")
+            axes.axvline(mark / size, color="#999999", linewidth=0.9, linestyle=":")
         axes.set_yscale("log" if chart.log else "linear")
+        if chart.from_zero:
+            axes.set_ylim(bottom=0)
         axes.set_title(chart.title, fontsize=10, loc="left")
         axes.set_ylabel(chart.unit)
-        axes.set_xlabel("tokens trained on (millions)")
+        axes.set_xlabel(f"tokens trained on{unit and f' ({unit})'}")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         if len(found) > 1:
-            axes.legend(fontsize=7, frameon=False)
+            axes.legend(fontsize=7, framealpha=0.7, edgecolor="none")
 
-    return draw(plot, size=(6.0, 3.2))
+    return draw(plot, size=(5.0, 3.0))
 
 
 def short(tag: str) -> str:
     """The words of a tag that tell it from the others of its chart: data/code/share → code."""
-    words = tag.split("/")
+    words = tag.removeprefix("eval/").split("/")
+    if tag == "loss":
+        return WHOLE
     if words[0] in ("data", "validation") and len(words) == 3:
         return words[1]
-    return words[-1] if words[0] in ("loss", "seconds", "ranks") else tag.removeprefix("eval/")
+    return words[-1] if words[0] in ("loss", "seconds", "ranks") or "_task" in words[0] else "/".join(words)

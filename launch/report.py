@@ -297,16 +297,16 @@ def html_page(
         images = "".join(f'<img alt="{heading}" src="data:image/png;base64,{image}">' for image in data)
         body.append(f'<div class="pictures">{images}</div>' if images else "")
     again = f'<meta http-equiv="refresh" content="{refresh}">' if refresh else ""
-    width = 920 if columns == 1 else 640 * columns
-    least = 100 if columns == 1 else 460
+    width, least = (920, 100) if columns == 1 else (500 * columns, 380)
     return PAGE.format(title=title, refresh=again, width=width, least=least, body="\n".join(body))
 
 
 EXTENSIONS = ["tables", "fenced_code"]
 PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8">{refresh}<title>{title}</title><style>
 body{{font:15px/1.5 system-ui,sans-serif;max-width:{width}px;margin:2em auto;padding:0 1em;color:#222}}
-table{{border-collapse:collapse}}td,th{{border-bottom:1px solid #ddd;padding:.3em .8em;text-align:left}}
-.pictures{{display:grid;grid-template-columns:repeat(auto-fit,minmax({least}px,1fr));gap:.5em 1.5em}}
+table{{border-collapse:collapse;margin-bottom:1em}}
+td,th{{border-bottom:1px solid #ddd;padding:.3em .8em;text-align:left}}
+.pictures{{display:grid;grid-template-columns:repeat(auto-fill,minmax({least}px,1fr));gap:.5em 1.5em}}
 img{{max-width:100%}}pre{{background:#f5f5f5;padding:.8em;overflow-x:auto;white-space:pre-wrap}}
 </style></head><body><h1>{title}</h1>{body}</body></html>
 """

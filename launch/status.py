@@ -78,12 +78,17 @@ def cells(progress: Progress) -> list[str]:
 
 
 def scores(progress: Progress) -> str:
-    """The headline scores, or all where they are few."""
-    found = progress.evals
+    """The headline scores, or all means where they are few."""
+    found = headline_scores(progress)
     if len(found) > len(HEADLINE):
         found = {key: value for key, value in found.items() if key.startswith(HEADLINE)} or found
     shown = [f"{key} {value:.3f} @{step:,}" for key, (step, value) in list(found.items())[:4]]
     return ", ".join(shown)
+
+
+def headline_scores(progress: Progress) -> dict[str, tuple[int, float]]:
+    """Without those of single tasks and of held-out text."""
+    return {k: v for k, v in progress.evals.items() if "_task/" not in k and not k.startswith("validation/")}
 
 
 def queue() -> dict[str, tuple[str, str, str]]:

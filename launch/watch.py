@@ -17,11 +17,12 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.progress import Progress, read_progress, slow_words
-from launch.status import amount, duration, queue
+from launch.status import amount, duration, headline_scores, queue
 from train.config import ConfigError
 from train.run_dir import RunDir
 
 REFRESH_SECONDS = 5.0
+STATE_COLOURS = {"new": "white", "queued": "yellow", "running": "green", "stopped": "yellow", "done": "green"}
 DOTS = ((0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08))  # braille dots of a cell's two columns, bottom up
 
 
@@ -58,7 +59,7 @@ def frame(progress: Progress, width: int) -> RenderableType:
         Panel(attempts(progress), title="attempts"),
     )
     parts: list[RenderableType] = [Panel(headline(progress), title=progress.config.name), curves, lower]
-    if progress.evals:
+    if headline_scores(progress):
         parts.append(Panel(scores(progress), title="scores"))
     return Group(*parts)
 
@@ -67,7 +68,7 @@ def headline(progress: Progress) -> Text:
     steps, share = progress.config.steps, progress.step / progress.config.steps
     bar = "█" * round(40 * share) + "░" * (40 - round(40 * share))
     text = Text()
-    text.append(f"{progress.state}", style="bold")
+    text.append(progress.state, style=f"bold {STATE_COLOURS.get(progress.state, 'red')}")
     text.append(f"  {progress.note}\n" if progress.note else "\n")
     text.append(
         f"{bar} {100 * share:.1f} %  step {progress.step:,} of {steps:,}  {amount(progress.tokens)} tokens"
@@ -102,17 +103,26 @@ def curve_with_scale(values: Sequence[float], width: int, height: int) -> Text:
     margin = max(len(high), len(low))
     lines = curve(values, max(4, width - margin - 1), height)
     labels = [high, *[""] * (height - 2), low]
-    return Text("\n".join(f"{label:>{margin}} {line}" for label, line in zip(labels, lines, strict=True)))
+    text = Text()
+    for label, line in zip(labels, lines, strict=True):
+        text.append(f"{label:>{margin}} ").append(line + "\n", style="cyan")
+    text.rstrip()
+    return text
 
 
 def curve(values: Sequence[float], width: int, height: int) -> list[str]:
-    """`height` lines of `width` braille characters, 2 x 4 dots each, one dot a column."""
+    """`height` lines of `width` braille characters, 2 x 4 dots each; a column reaches from its neighbour's level."""
     levels = 4 * height
     cells = [[0] * width for _ in range(height)]
     low, high = min(values), max(values)
+    before: int | None = None
     for x, value in enumerate(resampled(values, 2 * width)):
         level = 0 if high == low else round((value - low) / (high - low) * (levels - 1))
-        cells[height - 1 - level // 4][x // 2] |= DOTS[x % 2][level % 4]
+        way = 1 if before is None or level > before else -1
+        first = level if before in (None, level) else before + way
+        for dot in range(first, level + way, way):
+            cells[height - 1 - dot // 4][x // 2] |= DOTS[x % 2][dot % 4]
+        before = level
     return ["".join(chr(0x2800 + cell) for cell in line) for line in cells]
 
 
@@ -157,7 +167,8 @@ def attempts(progress: Progress) -> Table:
 
 
 def scores(progress: Progress) -> Table:
+    """Means only; single tasks and held-out losses are in evals/ and in `python -m eval report`."""
     table = Table.grid(padding=(0, 2, 0, 0))
-    for name, (step, value) in sorted(progress.evals.items()):
+    for name, (step, value) in sorted(headline_scores(progress).items()):
         table.add_row(name, f"{value:.4f}", f"step {step:,}")
     return table

@@ -24,6 +24,8 @@ class Chart:
     """Logarithmic y-axis."""
     stacked: bool = False
     """Parts of a whole, drawn on top of each other."""
+    from_zero: bool = False
+    """The y-axis begins at 0."""
     dashed: str = ""
     """What the tags of dashed lines end in."""
 
@@ -56,12 +58,13 @@ VIEWS: dict[str, tuple[Chart, ...]] = {
             "share of all",
             ("data/*/share", "data/*/planned"),
             dashed="/planned",
+            from_zero=True,
         ),
-        Chart("Predicted tokens of each source", "tokens", ("data/*/tokens",)),
+        Chart("Predicted tokens of each source", "tokens", ("data/*/tokens",), from_zero=True),
     ),
     "System": (
-        Chart("Speed", "tokens per second", ("tokens_per_second",)),
-        Chart("Model FLOPs utilisation", "share of the peak", ("mfu",)),
+        Chart("Speed", "tokens per second", ("tokens_per_second",), from_zero=True),
+        Chart("Model FLOPs utilisation", "share of the peak", ("mfu",), from_zero=True),
         Chart(
             "Where a step's time goes",
             "seconds",
@@ -74,13 +77,18 @@ VIEWS: dict[str, tuple[Chart, ...]] = {
             ),
             stacked=True,
         ),
-        Chart("A rank's own time in a step", "seconds", ("ranks/own_median", "ranks/own_slowest")),
-        Chart("Memory", "GiB", ("memory_gib",)),
-        Chart("Batches ready in the loader", "batches", ("loader/ready",)),
+        Chart(
+            "A rank's own time in a step",
+            "seconds",
+            ("ranks/own_median", "ranks/own_slowest"),
+            from_zero=True,
+        ),
+        Chart("Memory", "GiB", ("memory_gib",), from_zero=True),
+        Chart("Batches ready in the loader", "batches", ("loader/ready",), from_zero=True),
     ),
     "Stability": (
         Chart("Gradient norm before clipping", "", ("grad_norm",), log=True),
-        Chart("Learning rate", "", ("lr",)),
+        Chart("Learning rate", "", ("lr",), from_zero=True),
     ),
     "Evaluation": (
         Chart("CORE", "centred accuracy", ("eval/core*/v2", "eval/builtin/v2")),

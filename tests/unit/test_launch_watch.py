@@ -15,7 +15,8 @@ from train.run_dir import append_line
 def test_the_curve_dot_by_dot() -> None:
     assert curve([0, 1, 2, 3], 2, 1) == ["⡠⠊"]  # one dot a column, rising
     assert curve([3, 2, 1, 0], 2, 1) == ["⠑⢄"]
-    assert curve([0, 7], 1, 2) == ["⠈", "⡀"]  # lowest and highest of two lines
+    assert curve([0, 7], 1, 2) == ["⢸", "⡸"]  # lowest and highest of two lines, connected
+    assert curve([7, 0], 1, 2) == ["⢱", "⢸"]
     assert curve([5, 5, 5, 5], 2, 1) == ["⣀⣀"]
 
 
