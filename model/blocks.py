@@ -25,6 +25,7 @@ from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.protocols.module import Module
 
 from model.config import Exchange, LaneformerConfig
+from model.float8 import float8_lane_matmul
 from model.kernels.lane_norm import lane_add_norm
 from model.kv_cache import LayerCache
 from model.lanes import heads_first, increment, lane_matmul, lanes_first, rms_norm, rotate
@@ -41,11 +42,16 @@ class LaneLinear(Module):
         in_features: int
         out_features: int
 
+    float8 = False
+    """Whether products are of float8 numbers; see model/float8.py."""
+
     def __init__(self, config: Config):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.num_lanes * config.out_features, config.in_features))
 
     def forward(self, x_LTI: torch.Tensor) -> torch.Tensor:
+        if self.float8:
+            return float8_lane_matmul(x_LTI, self.weight)
         return lane_matmul(x_LTI, self.weight)
 
 

@@ -1,6 +1,6 @@
 """How the Laneformer is made fast and spread over devices.
 
-In this order: kernels, activation checkpointing, compilation, then FSDP or HSDP. The order matters: a compiled
+In this order: kernels, float8, activation checkpointing, compilation, then FSDP or HSDP. The order matters: a compiled
 block contains its checkpointing, and FSDP's hooks lie outside what is compiled. Segments of several layers are
 recomputed around compiled blocks.
 """
@@ -13,7 +13,7 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 
-from model.blocks import LaneBlock
+from model.blocks import LaneBlock, LaneLinear
 from model.config import Kernels, segment_length
 from model.laneformer import Laneformer
 
@@ -33,6 +33,23 @@ def set_checkpointing(model: Laneformer, policy: str) -> None:
     model.segment_length = segment_length(policy)
     for block in _blocks(model):
         block.recompute = policy == "selective"
+
+
+def set_float8(model: Laneformer) -> None:
+    """Compute the blocks' linear maps in float8 (model/float8.py); head, norms and attention stay as they are.
+
+    Raises ValueError if a map's sizes do not suit the hardware.
+    """
+    for block in _blocks(model):
+        for name, module in block.named_modules():
+            if isinstance(module, LaneLinear):
+                sizes = (module.weight.shape[0] // model.sizes.num_lanes, module.weight.shape[1])
+                if any(size % 16 for size in sizes):
+                    raise ValueError(
+                        f"float8 needs multiples of 16, but {name} has {sizes[1]} inputs and {sizes[0]} outputs a "
+                        "lane: choose other sizes, or parallel.float8=false"
+                    )
+                module.float8 = True
 
 
 def compile_blocks(model: Laneformer, compile_config: CompileConfig, parallel_dims: ParallelDims) -> None:
@@ -58,6 +75,7 @@ def parallelize_laneformer(
     dump_folder: str,
     kernels: Kernels = "auto",
     activation_checkpoint: str = "none",
+    float8: bool = False,
 ) -> Laneformer:
     """Apply the settings to the model in place, preferably on the meta device.
 
@@ -73,6 +91,8 @@ def parallelize_laneformer(
     mesh = parallel_dims.get_mesh(axes)
     set_kernels(model, kernels, mesh.device_type)
     set_checkpointing(model, activation_checkpoint)
+    if float8:
+        set_float8(model)
     if compile_config.enable and "model" in compile_config.components:
         compile_blocks(model, compile_config, parallel_dims)
     apply_fsdp_to_decoder(

@@ -143,6 +143,8 @@ def cross_checks(config: RunConfig) -> list[str]:
         )
     if cluster.device == "cpu" and parallel.kernels == "triton":
         problems.append("parallel.kernels=triton needs cluster.device=cuda, not cpu: use auto or torch")
+    if cluster.device == "cpu" and parallel.float8:
+        problems.append("parallel.float8=true needs cluster.device=cuda, not cpu: use false")
     if train.seq_len % parallel.loss_chunks:
         problems.append(
             f"train.seq_len={train.seq_len} is not a multiple of parallel.loss_chunks={parallel.loss_chunks}"

@@ -64,6 +64,7 @@ class ParallelConfig:
     compile: bool = False
     # What adds partial outputs and norms: our Triton kernel, or torch's operations; auto: Triton on a GPU.
     kernels: Kernels = "auto"
+    float8: bool = False  # the blocks' linear maps with float8 inputs, but for the weights' gradients
     loss_chunks: int = 1  # pieces of the sequence whose logits exist at a time; 1: all of them
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # of the gathered weights and activations
 

@@ -40,6 +40,7 @@ def trainer_config(config: RunConfig, run: RunDir, init_from: Path | None) -> Tr
             init_seed=config.train.seed,
             kernels=config.parallel.kernels,
             activation_checkpoint=config.parallel.activation_checkpoint,
+            float8=config.parallel.float8,
         ),
         hf_assets_path=os.fspath(tokenizer),
         dump_folder=os.fspath(run.path),

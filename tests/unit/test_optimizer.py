@@ -63,6 +63,7 @@ def test_by_default_only_norms_are_spared_and_there_is_no_z_loss():
             "parallel.kernels=triton",
             "parallel.kernels=triton needs cluster.device=cuda, not cpu: use auto or torch",
         ),
+        ("parallel.float8=true", "parallel.float8=true needs cluster.device=cuda, not cpu: use false"),
         ("parallel.kernels=cuda", "parallel.kernels='cuda' must be one of auto, triton, torch"),
         (
             "parallel.activation_checkpoint=full",
@@ -99,10 +100,8 @@ def test_settings_reach_the_model_and_the_loss(tmp_path: Path):
     run = RunDir(tmp_path / "run")
     run.path.mkdir()
     titan: Any = trainer_config(config, run, None)
-    assert titan.model_spec.parallelize_fn.keywords == {
-        "kernels": "torch",
-        "activation_checkpoint": "segments:3",
-    }
+    settings = {"kernels": "torch", "activation_checkpoint": "segments:3", "float8": False}
+    assert titan.model_spec.parallelize_fn.keywords == settings
     assert isinstance(titan.loss, ChunkedLossWrapper.Config)
     assert titan.loss.num_chunks == 8
     assert titan.loss.loss_fn == RowCrossEntropy.Config(z_loss=1e-4)
