@@ -152,6 +152,8 @@ def test_24_nodes_of_8_fake_gpus_take_five_steps(tiny_data: Path, tmp_path: Path
     """One rank a node, since a machine of two cores runs no 192: the shape of the job is phase 2's."""
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder, SlurmCluster(Path(folder), 24) as slurm:
         large = Site(slurm, tiny_data, tmp_path)
+        out = large.launch("submit", "phase1", "phase2", "sft", "--test-only")  # the real recipe, whole
+        assert out.count("to start at") == 3, out
         words = ["cluster.nodes=24", "train.global_batch_size=24", "data.tokens=3840"]
         words += ["optim.warmup_tokens=0", "optim.decay_tokens=0", "cluster.step_timeout_seconds=600"]
         options = ("--gpus-per-node=8",)
