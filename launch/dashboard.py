@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from launch.progress import SLOW, Progress, read_progress
 from launch.report import draw, html_page, table
 from launch.status import COLUMNS, cells, duration, queue
-from train.config import ConfigError
+from train.config import ConfigError, load_resolved
 from train.run_dir import RunDir, read_lines, write_atomic
 from train.views import VIEWS, Chart
 from train.wandb_mode import wandb_mode
@@ -34,10 +34,11 @@ def dashboard(path: Path, follow: bool) -> int:
     run = RunDir(path)
     if not run.resolved.exists():
         raise ConfigError([f"{path} is no run directory: it has no resolved.yaml"])
-    if wandb_mode() == "shared" and read_progress(run).config.metrics.wandb:
-        from launch.workspace import save_workspace
+    metrics = load_resolved(run.resolved).metrics
+    if metrics.wandb and wandb_mode() == "shared":
+        from launch.workspace import save_workspace  # imports wandb, which takes a second
 
-        print(save_workspace(read_progress(run).config.metrics.wandb_project))
+        print(save_workspace(metrics.wandb_project))
     while True:
         file = write_dashboard(run)
         print(file)
