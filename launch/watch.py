@@ -141,7 +141,7 @@ def resampled(values: Sequence[float], count: int) -> list[float]:
 
 
 def mixture(progress: Progress) -> Table:
-    """Each source's planned share, the share of the sequences read so far, and its last loss."""
+    """Each source's planned share up to here, the share of the sequences read, and its last loss."""
     table = Table.grid(padding=(0, 2, 0, 0))
     last = progress.rows[-1] if progress.rows else {}
     weights = progress.config.data.weights
@@ -151,7 +151,8 @@ def mixture(progress: Progress) -> Table:
         share = read[source] / total if total else 0.0
         losses = series(progress.rows, f"loss/{source}")
         loss = f"loss {losses[-1]:.3f}" if losses else ""
-        table.add_row(source, f"{100 * weight:.1f} %", f"{100 * share:.1f} %", "▇" * round(20 * share), loss)
+        planned = last.get(f"data/{source}/planned", weight)  # a ramp's weights are not those of the recipe
+        table.add_row(source, f"{100 * planned:.1f} %", f"{100 * share:.1f} %", "▇" * round(20 * share), loss)
     return table
 
 
