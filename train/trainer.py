@@ -28,6 +28,7 @@ from torchtitan.trainer import Trainer
 from model.laneformer import Laneformer
 from train.bad_steps import BadSteps
 from train.checkpoint import RunCheckpointer
+from train.lanes import LaneMetrics
 from train.loader import MixtureDataLoader
 from train.metrics import RunMetrics, peak_memory_gib
 from train.profiling import StepProfiler, tensor_bytes
@@ -92,6 +93,7 @@ class LaneformerTrainer(Trainer):
         profiled = profile and dist.get_rank() == 0
         self.profiler = StepProfiler(run, self.device, self._resident_bytes) if profiled else None
         self.own_time = OwnTime(self.model.layers.values(), self.device, node_name())
+        self.lanes = LaneMetrics(self.model, self.device)
         self.consumed_sequences = dict.fromkeys(sources, 0)
         self.consumed_tokens = dict.fromkeys(sources, 0)
 
@@ -104,6 +106,7 @@ class LaneformerTrainer(Trainer):
         lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
         position_before = self.dataloader.state_dict()
 
+        self.lanes.begin(self.metrics_processor.should_log(self.step))
         self.optimizers.zero_grad()
         batches = [next(data_iterator) for _ in range(self.gradient_accumulation_steps)]
         own = time.perf_counter() - clock
@@ -118,6 +121,7 @@ class LaneformerTrainer(Trainer):
         loss, requests = self._reduce_tally(tally_2K, rows_K)
         problem, grad_norm = self.bad_steps.judge(loss), float("nan")
         if problem is None:
+            self.lanes.gradients()
             grad_norm = float(
                 dist_utils.clip_grad_norm_(self.parameters, self.config.training.max_norm, foreach=True)
             )
@@ -129,6 +133,7 @@ class LaneformerTrainer(Trainer):
 
         self.checkpointer.maybe_wait_for_staging()
         self.optimizers.step()
+        self.lanes.updates(self.optimizers)
         self.lr_schedulers.step()
         times.optimizer = time.perf_counter() - clock
         self.own_time.step(own + times.optimizer)
@@ -142,6 +147,7 @@ class LaneformerTrainer(Trainer):
         for source, total, tokens in zip(self.sources, tally_2K[0].tolist(), tokens_K, strict=True):
             if tokens:
                 row[f"loss/{source}"] = total / tokens
+        row |= self.lanes.row()
         return row, requests
 
     def _forward_backward(

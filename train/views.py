@@ -89,6 +89,9 @@ VIEWS: dict[str, tuple[Chart, ...]] = {
     "Stability": (
         Chart("Gradient norm before clipping", "", ("grad_norm",), log=True),
         Chart("Learning rate", "", ("lr",), from_zero=True),
+        Chart("Gradient norm of each lane", "", ("lanes/*/grad_norm",), log=True),
+        Chart("Update of each lane over its weights", "ratio of norms", ("lanes/*/update_ratio",), log=True),
+        Chart("Each lane's share of the residual", "share of the squared norm", ("lanes/*/residual_share",)),
     ),
     "Evaluation": (
         Chart("CORE", "centred accuracy", ("eval/core*/v2", "eval/builtin/v2")),
