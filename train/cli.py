@@ -32,6 +32,7 @@ from train.config import (
     dump_yaml,
     load_resolved,
 )
+from train.estimate import told
 from train.run_dir import RunDir, append_line, write_atomic
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,6 +45,7 @@ Composes configs/train.yaml with the named experiment and the overrides, in Hydr
 The same command again resumes the run; a run with a DONE file does nothing.
 
   --dry-run   print the resolved configuration, sizes, steps, days and checkpoint bytes; build nothing
+  --estimate [--json]   print the memory that a rank needs: weights, optimizer, activations, peak; build nothing
   --allow-change=KEY   let the run go on with another value of KEY; what changed is recorded in attempts.jsonl
   --prepare   write the run directory, print its path and stop; train.init_from may not exist yet
   --help      this text
@@ -62,7 +64,11 @@ def main(arguments: list[str]) -> int:
             print(usage())
             return 0
         allowed = {s.removeprefix(ALLOW) for s in switches if s.startswith(ALLOW)}
-        unknown = switches - {"--dry-run", "--prepare", "--check"} - {ALLOW + key for key in allowed}
+        unknown = (
+            switches
+            - {"--dry-run", "--estimate", "--json", "--prepare", "--check"}
+            - {ALLOW + key for key in allowed}
+        )
         if unknown:
             raise ConfigError([f"{switch} is not a switch; see --help" for switch in sorted(unknown)])
         bare = [a for a in overrides if "=" not in a and not a.startswith("~")]
@@ -75,6 +81,9 @@ def main(arguments: list[str]) -> int:
                 return 0
             return run_rank(**rank)
         config = compose(overrides)
+        if "--estimate" in switches:
+            print(told(config, as_json="--json" in switches))
+            return 0
         if "--dry-run" in switches:
             print(dry_run(config))
             return 0
