@@ -38,7 +38,9 @@ class Exchange(Protocol):
         """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Send what others wait for, then part. Without it, or another call, large messages may not go out."""
+        ...
 
 
 @dataclass

@@ -15,7 +15,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -105,11 +105,13 @@ class Mesh:
     def receive(self, pending: Sequence[Slot], patient: bool = False) -> None:
         """Return when the first of the pending slots is complete. patient: wait without limit for a late peer."""
         deadline = None if patient else time.monotonic() + self.timeout
-        while True:
-            missing = [rank for rank, peer in self.peers.items() if not self._advance(rank, peer, pending)]
-            if not missing:
-                break
-            self._wait(missing, deadline)
+        ahead: set[int] = set()
+        while missing := [
+            rank for rank, peer in self.peers.items() if not self._advance(rank, peer, pending)
+        ]:
+            others = self.peers.keys() - ahead - set(missing)
+            self._wait(missing, others, deadline)
+            ahead |= {rank for rank in others if self._is_ahead(rank)}
         self.collected += 1
         if self.delay:
             time.sleep(max(0.0, pending[0].ready - time.monotonic()))
@@ -155,12 +157,22 @@ class Mesh:
             self.fail(rank, "has ended")
         return count
 
-    def _wait(self, missing: list[int], deadline: float | None) -> None:
-        """Until a socket is ready. Raises PeerError after the deadline."""
+    def _is_ahead(self, rank: int) -> bool:
+        """Whether more has come from a peer that owes nothing now: its next message, or its end. Raises PeerError
+        if it says that another is lost."""
+        with suppress(BlockingIOError, ConnectionError):
+            begin = self.peers[rank].connection.recv(HEADER.size, socket.MSG_PEEK)
+            if len(begin) == HEADER.size and (count := HEADER.unpack(begin)[0]) < 0:
+                self.fail(-1 - count, f"is lost, as process {rank} says")
+            return True
+        return False
+
+    def _wait(self, missing: list[int], others: Collection[int], deadline: float | None) -> None:
+        """Until a socket of these, or one that has more to send, is ready. Raises PeerError after the deadline."""
         seconds = None if deadline is None else deadline - time.monotonic()
         if seconds is not None and seconds <= 0:
             self.fail(missing[0], f"is late: nothing came from it for {self.timeout:g} s")
-        reading = [self.peers[rank].connection for rank in missing]
+        reading = [self.peers[rank].connection for rank in (*missing, *others)]
         writing = [peer.connection for peer in self.peers.values() if peer.outgoing]
         select.select(reading, writing, [], seconds)
 

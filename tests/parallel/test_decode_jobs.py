@@ -13,10 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from model.checkpoint import parameter_reader, read_architecture
 from model.config import LaneformerConfig
-from model.decode import Sampling
+from model.decode import Decoder, Sampling
+from model.delayed_tp import LaneGroup
 from model.engine import Engine, Loading, open_engine
+from model.exchange import Alone
 from model.hf_import import write_checkpoint
 from model.laneformer import build_model
 from model.sockets import PeerError
@@ -107,6 +111,25 @@ def test_a_process_lost_between_requests_is_named_at_the_next(four: Engine) -> N
     four.workers[0].join()
     with pytest.raises(PeerError, match=r"process 1 of 4 .* (has ended|is lost)"):
         ask(four)
+
+
+@pytest.mark.parametrize("weights", ["float32", "float64", "bfloat16", "int8"])
+def test_weights_are_rounded_once(weights: str, checkpoint: Path) -> None:
+    """What is kept in memory comes straight from what was trained."""
+    config = read_architecture(checkpoint)
+    read = parameter_reader(checkpoint, config)
+    stored = torch.float64 if weights == "float64" else torch.float32
+    kind = "as_is" if weights == "float64" else weights
+
+    def weight(name: str) -> torch.Tensor:
+        narrow = torch.bfloat16 if weights == "bfloat16" or name == "tok_embeddings.weight" else stored
+        return read(name).to(narrow if weights in ("bfloat16", "int8") else stored)
+
+    group = LaneGroup(config, weight, Alone(), stored, kind)
+    engine = open_engine(Loading(checkpoint=checkpoint, weights=weights))
+    assert engine is not None
+    expected, got = (Decoder(each, [[1, 5, 9, 7]], 4).prefill().clone() for each in (group, engine.group))
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 def test_lanes_that_do_not_fit(checkpoint: Path) -> None:

@@ -45,11 +45,14 @@ def meshes(size: int, timeout: float = 30) -> list[Mesh]:
 def in_threads(size: int, work: Callable[[Exchange], Any]) -> list[Any]:
     """work(exchange) for every rank of an exchange between threads; the results by rank."""
     exchanges: list[Exchange] = [Alone()] if size == 1 else [SocketExchange(mesh) for mesh in meshes(size)]
+
+    def whole(exchange: Exchange) -> Any:
+        result = work(exchange)
+        exchange.close()  # sends what is left, for which others may wait
+        return result
+
     with ThreadPoolExecutor(size) as pool:
-        results = list(pool.map(work, exchanges))
-    for exchange in exchanges:
-        exchange.close()
-    return results
+        return list(pool.map(whole, exchanges))
 
 
 @st.composite
@@ -116,6 +119,7 @@ def test_random_architectures(change: dict[str, Any], lengths: list[int], chunk:
         whole = prompt + [step[row] for step in tokens]
         expected = model(torch.tensor([whole[:-1]]))[0, len(prompt) - 1 :]
         torch.testing.assert_close(logits[:, row], expected, rtol=0, atol=1e-9)
+        assert whole[len(prompt) :] == expected.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("change", [{}, {"use_early_comm": True}, {"broadcast_delay": 3}], ids=str)
