@@ -156,6 +156,7 @@ HEALTH = {
     "a site's own check": ({"HEALTH_EXTRA": "echo fan stopped; exit 4"}, "fan stopped"),
     "slow matrix product": ({"HEALTH_MIN_TFLOPS": "1e6"}, "matrix product: cpu at "),
     "quick enough": ({"HEALTH_MIN_TFLOPS": "1e-6"}, None),
+    "slow all-reduce": ({"HEALTH_MIN_ALLREDUCE_GBPS": "1e6"}, "all-reduce: its own 2 devices at "),
     "GPU lost": ({"SMI": "0, 0, 40"}, "1 GPUs instead of 2"),
     "GPU memory errors": ({"SMI": "0, 0, 40\n1, 3, 41"}, "GPU 1: 3 uncorrectable ECC errors"),
     "GPU hot": ({"SMI": "0, [N/A], 40\n1, 0, 95"}, "GPU 1: 95 °C"),
@@ -170,6 +171,7 @@ def test_health(case: str, tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     environment = os.environ | {"RUN": str(tmp_path), "SLURMD_NODENAME": "n7", "SLURM_GPUS_ON_NODE": "2"}
     environment |= {"CODE": str(ROOT), "PYTHON": sys.executable}
+    settings = {"HEALTH_MIN_ALLREDUCE_GBPS": "0"} | settings  # where there are GPUs, it is on
     if "SMI" in settings:
         rows = settings.pop("SMI")
         fake = tmp_path / "bin" / "nvidia-smi"
