@@ -6,8 +6,9 @@ awaited once each, and writes the new residual and its normed state; its backwar
 writes two. In plain operations the same takes three to five times as many passes.
 
 The mathematics is `x + increment(mode, own, awaited)` followed by `rms_norm`, of model/lanes.py, which is the
-reference. Sums are taken in float32 (float64 for float64 tensors) whatever the tensors' dtype. No atomics: equal
-inputs give equal bits on one device.
+reference. Sums are taken in float32 (float64 for float64 tensors) whatever the tensors' dtype. There are no
+atomics: equal inputs give equal bits, as long as the number of warps is the same. Autotuning chooses it at the first
+call; under torch.use_deterministic_algorithms it is fixed.
 
 Every program handles whole tokens, all their lanes: the sum over lanes needs no second kernel. In the backward
 pass a program takes every P-th token and keeps its own part of the scale's gradient; the parts are added up at
@@ -181,9 +182,10 @@ def constants(
 def _launch(
     kernel: Any, tuned: Any, programs: int, tensors: list[torch.Tensor], tokens: int, fixed: Any
 ) -> None:
-    if tensors[0].is_cuda:
+    # The order of additions in a row depends on the warps, and which are fastest on chance.
+    if tensors[0].is_cuda and not torch.are_deterministic_algorithms_enabled():
         tuned[(programs,)](*tensors, tokens, **fixed)
-    else:  # Triton's interpreter, for tests
+    else:  # also for Triton's interpreter, on the CPU
         kernel[(programs,)](*tensors, tokens, **fixed, num_warps=DEFAULT_WARPS)
 
 

@@ -59,7 +59,9 @@ def validate(model: Laneformer, seed: int, positions: torch.Tensor) -> None:
     model.train()
 
 
-@pytest.mark.parametrize("policy", ["none", "selective", "segments:3"])
+@pytest.mark.parametrize(
+    "policy", ["selective", *(pytest.param(p, marks=pytest.mark.slow) for p in ("none", "segments:3"))]
+)
 def test_nothing_is_compiled_after_the_first_step(policy: str):
     """Packed or not, other documents, other weights, training after validation: no new graph."""
     config = tiny(num_hidden_layers=8, swa_layers=[0, 1, 2, 3, 4])
@@ -85,8 +87,8 @@ def test_nothing_is_compiled_after_the_first_step(policy: str):
         # Layer 0; 1 and 2 add early partials, 2 hears the first delayed ones; 3 to 5; 6, unheard; the last.
         ({}, 6),
         ({"broadcast_delay": 1}, 4),
-        ({"broadcast_delay": 0}, 3),
-        ({"use_attention_comm": False, "use_mlp_comm": False}, 3),
+        pytest.param({"broadcast_delay": 0}, 3, marks=pytest.mark.slow),
+        pytest.param({"use_attention_comm": False, "use_mlp_comm": False}, 3, marks=pytest.mark.slow),
     ],
     ids=str,
 )

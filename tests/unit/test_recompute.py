@@ -96,6 +96,17 @@ def test_what_is_kept_and_what_is_computed_again():
     assert 1.25 < work["segments:3"] / work["none"] < 1.34
 
 
+def test_partials_that_nobody_awaits_are_not_kept():
+    """Without exchange of SwiGLU outputs a boundary carries one of them, still to be added, and not three more."""
+    size = {}
+    for comm in (True, False):
+        config = sizes(use_mlp_comm=comm)
+        model = built("segments:3", config)
+        size[comm], _ = kept_bytes(model, lambda model=model: model(TOKENS))
+    wide = config.num_lanes * TOKENS.numel() * config.hidden_size * 4
+    assert size[True] - size[False] == 3 * 2 * wide  # at three boundaries: one under way, and one arriving
+
+
 def test_compiled_blocks_keep_less_and_compute_no_product_again():
     config = sizes(num_hidden_layers=4)
     kept, products = {}, {}
