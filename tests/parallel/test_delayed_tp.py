@@ -22,29 +22,17 @@ from model.delayed_tp import LaneGroup
 from model.exchange import Alone, Exchange, GroupExchange, SocketExchange
 from model.laneformer import Laneformer, build_model
 from model.sockets import connect
+from tests.architectures import SMALL
 from tests.ranks import run_ranks
 
-BASE: dict[str, Any] = {
+BASE: dict[str, Any] = SMALL | {
     "vocab_size": 97,  # not divisible by the processes
     "hidden_size": 64,
-    "num_hidden_layers": 5,
     "num_attention_heads": 16,
     "num_key_value_heads": 8,
-    "intermediate_size": 64,
     "num_lanes": 8,
-    "broadcast_delay": 2,
-    "use_early_comm": False,
-    "use_attention_comm": True,
-    "use_mlp_comm": True,
-    "lm_head_type": "replicate",
-    "pre_norm_lane_agg": False,
-    "replicated_rmsn_scale": True,
     "sliding_window": 24,
-    "swa_layers": [0, 1, 3],
-    "rope_theta": 10000.0,
-    "norm_eps": 1e-5,
     "max_position_embeddings": 320,
-    "tie_word_embeddings": False,
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "as released": {},

@@ -16,8 +16,8 @@ from eval.adapter import Score
 from eval.core_prompts import Span
 from eval.core_tasks import Item, Kind, Task, TaskData
 from eval.results import sha256_file
-from model.config import LaneformerConfig
 from model.laneformer import Laneformer, build_model
+from tests.architectures import architecture
 
 CORE_DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "core"
 NO_CORE_DATA = "the DCLM CORE task files are not in ../shared/data/core"
@@ -35,27 +35,16 @@ def small_tokenizer(folder: Path) -> Tokenizer:
 def small_model(longest: int = 128, window: int | None = 12, vocab_size: int = VOCABULARY) -> Laneformer:
     """Four layers with delayed exchange, two of them with a sliding window; weights large enough that
     contexts matter."""
-    sizes = LaneformerConfig(
+    sizes = architecture(
         vocab_size=vocab_size,
-        hidden_size=32,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        intermediate_size=64,
         num_lanes=2,
         broadcast_delay=1,
-        use_early_comm=False,
-        use_attention_comm=True,
-        use_mlp_comm=True,
-        lm_head_type="replicate",
-        pre_norm_lane_agg=False,
-        replicated_rmsn_scale=True,
         sliding_window=window,
         swa_layers=(0, 2) if window else (),
-        rope_theta=10000.0,
-        norm_eps=1e-5,
         max_position_embeddings=longest,
-        tie_word_embeddings=False,
     )
     model = build_model(sizes)
     generator = torch.Generator().manual_seed(3)

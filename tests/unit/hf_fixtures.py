@@ -11,29 +11,8 @@ from data_mixtures.chat import JINJA_TEMPLATE
 from model.config import LaneformerConfig
 from model.hf_import import write_checkpoint
 from model.laneformer import Laneformer, build_model
+from tests.architectures import architecture
 
-BASE: dict[str, Any] = {
-    "vocab_size": 384,
-    "hidden_size": 32,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "intermediate_size": 64,
-    "num_lanes": 4,
-    "broadcast_delay": 2,
-    "use_early_comm": False,
-    "use_attention_comm": True,
-    "use_mlp_comm": True,
-    "lm_head_type": "replicate",
-    "pre_norm_lane_agg": False,
-    "replicated_rmsn_scale": True,
-    "sliding_window": 6,
-    "swa_layers": (0, 1, 3),
-    "rope_theta": 10000.0,
-    "norm_eps": 1e-5,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
 VARIANTS: dict[str, dict[str, Any]] = {
     "base": {},
     "no_delay": {"broadcast_delay": 0},
@@ -59,7 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def small_config(variant: str) -> LaneformerConfig:
-    return LaneformerConfig(**{**BASE, **VARIANTS[variant]})
+    return architecture(vocab_size=384, **VARIANTS[variant])
 
 
 def small_model(variant: str) -> Laneformer:

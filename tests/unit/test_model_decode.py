@@ -8,35 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from model.config import LaneformerConfig
 from model.decode import Decoder, Sampling
 from model.decode import generate as generate_by_group
 from model.delayed_tp import LaneGroup
 from model.kv_cache import plan_step
 from model.laneformer import Laneformer, build_model
+from tests.architectures import architecture
 
-BASE: dict[str, Any] = {
-    "vocab_size": 48,
-    "hidden_size": 32,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "intermediate_size": 64,
-    "num_lanes": 4,
-    "broadcast_delay": 2,
-    "use_early_comm": False,
-    "use_attention_comm": True,
-    "use_mlp_comm": True,
-    "lm_head_type": "replicate",
-    "pre_norm_lane_agg": False,
-    "replicated_rmsn_scale": True,
-    "sliding_window": 6,
-    "swa_layers": [0, 1, 3],
-    "rope_theta": 10000.0,
-    "norm_eps": 1e-5,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
 VARIANTS: dict[str, dict[str, Any]] = {
     "as released": {},
     "no delay": {"broadcast_delay": 0},
@@ -58,7 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def model_of(variant: str) -> Laneformer:
-    config = LaneformerConfig.from_dict(BASE | VARIANTS[variant])
+    config = architecture(**VARIANTS[variant])
     return build_model(config, dtype=torch.float64).requires_grad_(False).eval()
 
 
@@ -170,8 +148,7 @@ def test_every_query_sees_something(count: int) -> None:
 
 
 def test_float32_stays_within_1e_5() -> None:
-    config = LaneformerConfig.from_dict(BASE)
-    model, tokens = build_model(config).requires_grad_(False), ids(64)
+    model, tokens = build_model(architecture()).requires_grad_(False), ids(64)
     got = logits_of(decoder_of(model, [tokens[:10]], max_new_tokens=54), tokens[10:], chunk=4)
     torch.testing.assert_close(got, full(model, tokens)[9:], rtol=0, atol=1e-5)
 

@@ -24,28 +24,15 @@ from model.initialisation import draw, standard_deviation
 from model.laneformer import Laneformer, MaskedAttention, build_model
 from model.masks import attention_masks, mask_function
 from model.titan_spec import model_spec
+from tests.architectures import SMALL
 
-TINY: dict[str, Any] = {
+TINY: dict[str, Any] = SMALL | {
     "vocab_size": 32,
-    "hidden_size": 32,
     "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
     "intermediate_size": 48,
-    "num_lanes": 4,
-    "broadcast_delay": 2,
-    "use_early_comm": False,
-    "use_attention_comm": True,
-    "use_mlp_comm": True,
-    "lm_head_type": "replicate",
-    "pre_norm_lane_agg": False,
-    "replicated_rmsn_scale": True,
     "sliding_window": 4,
     "swa_layers": [0, 1],
-    "rope_theta": 10000.0,
-    "norm_eps": 1e-5,
     "max_position_embeddings": 16,
-    "tie_word_embeddings": False,
 }
 VARIANTS: list[dict[str, Any]] = [
     {},
