@@ -67,6 +67,7 @@ class ParallelConfig:
     float8: bool = False  # the blocks' linear maps with float8 inputs, but for the weights' gradients
     loss_chunks: int = 1  # pieces of the sequence whose logits exist at a time; 1: all of them
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # of the gathered weights and activations
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # of gradients while ranks add them up
 
     def __post_init__(self) -> None:
         try:

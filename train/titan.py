@@ -57,6 +57,8 @@ def trainer_config(config: RunConfig, run: RunDir, init_from: Path | None) -> Tr
             max_norm=config.optim.max_grad_norm,
             steps=config.steps,
             mixed_precision_param=config.parallel.param_dtype,
+            # torchtitan's type allows float32 only; FSDP takes either.
+            mixed_precision_reduce=config.parallel.reduce_dtype,  # pyright: ignore[reportArgumentType]
             disable_cuda_graphs=True,  # each batch brings its own attention masks
         ),
         parallelism=ParallelismConfig(
