@@ -60,6 +60,18 @@ def test_gradients_added_up_in_bfloat16(two_ranks: RunDir, tiny_data: Path, tmp_
         assert got[step][0] == pytest.approx(values[0], rel=1e-2), f"step {step}"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["selective", "segments:2"])
+def test_compiled_training(policy: str, tiny_data: Path, tmp_path: Path) -> None:
+    """Blocks, final norm and loss compiled, under FSDP, with validation in between."""
+    words = ["validation.every_steps=4", "validation.sequences_per_source=4"]
+    fast = ["parallel.compile=true", "parallel.loss_chunks=4", f"parallel.activation_checkpoint={policy}"]
+    eager = train(tiny_config(tiny_data, tmp_path / "eager", *words, ranks=2, steps=8))
+    compiled = train(tiny_config(tiny_data, tmp_path / "compiled", *words, *fast, ranks=2, steps=8))
+    for step, values in numbers(eager).items():
+        assert numbers(compiled)[step] == pytest.approx(values, rel=1e-5), f"step {step}"
+
+
 def test_the_run_learns(reference: RunDir) -> None:
     losses = [value[0] for value in numbers(reference).values()]
     assert losses[-1] < 0.6 * losses[0]
