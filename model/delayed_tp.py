@@ -241,6 +241,10 @@ class LaneGroup:
             before_LTD, total_TD = under_way.popleft()
             if total_TD is None:
                 total_TD = self._collected_sum()
+            if self.buffers.compiled is not None:
+                pointers = (tensor.data_ptr() for tensor in (x_LTD, o_LTD, total_TD, before_LTD))
+                self.buffers.compiled.add_delayed(*pointers, x_LTD.shape[0], total_TD.numel())
+                return
             others_LTD = torch.sub(total_TD, before_LTD, out=self.buffers("others", *x_LTD.shape))
             x_LTD.add_(others_LTD.add_(o_LTD))
 

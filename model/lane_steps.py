@@ -20,6 +20,10 @@ import torch.nn.functional as F
 from model.kv_cache import LayerCache
 from model.lanes import heads_first, lanes_first, rotate
 from model.lanes import rms_norm as plain_rms_norm
+from model.native import library
+
+SHARE = 2**17
+"""Numbers of keys that are worth a thread of their own."""
 
 
 class Buffers:
@@ -28,6 +32,8 @@ class Buffers:
     def __init__(self, dtype: torch.dtype, device: torch.device):
         self.dtype = dtype
         self.on = device.type == "cpu"
+        self.compiled = library() if self.on and dtype == torch.float32 else None
+        """The C functions that do a step's parts in one pass each, if there are any."""
         self.storage: dict[str, torch.Tensor] = {}
         self.views: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
 
@@ -60,6 +66,11 @@ class Norm:
         out_LTD, size_LT1 = buffers("normed", lanes, tokens, width), buffers("norm", lanes, tokens, 1)
         if out_LTD is None or size_LT1 is None:
             return plain_rms_norm(x_LTD, self.scale, self.eps)
+        if buffers.compiled is not None and x_LTD.is_contiguous():
+            scale_lane = width if self.scale_1D.shape[0] > 1 else 0
+            pointers = (tensor.data_ptr() for tensor in (x_LTD, self.scale, out_LTD))
+            buffers.compiled.rms_norm(*pointers, lanes, tokens, width, scale_lane, self.eps)
+            return out_LTD
         torch.linalg.vector_norm(x_LTD, dim=-1, keepdim=True, out=size_LT1)
         size_LT1.square_().add_(self.floor).rsqrt_()
         return torch.mul(x_LTD, size_LT1, out=out_LTD).mul_(self.scale_1D)
@@ -71,6 +82,10 @@ def swiglu(x_LTI: torch.Tensor, buffers: Buffers) -> torch.Tensor:
     out_LTF = buffers("swiglu", *gate.shape)
     if out_LTF is None:
         return F.silu(gate) * value
+    if buffers.compiled is not None and x_LTI.is_contiguous():
+        lanes, tokens, width = gate.shape
+        buffers.compiled.swiglu(x_LTI.data_ptr(), out_LTF.data_ptr(), lanes * tokens, width)
+        return out_LTF
     torch.sigmoid(gate, out=out_LTF)
     return out_LTF.mul_(gate).mul_(value)
 
@@ -86,6 +101,10 @@ def attention(
     """Attention of new tokens to what the cache holds, themselves included: (L, T, q+k+v) → (L, T, N·E)."""
     lanes, width = qkv_LTO.shape[0], 2 * cos_BCH.shape[-1]
     batch, columns, _ = cos_BCH.shape
+    if columns == 1 and buffers.compiled is not None and qkv_LTO.is_contiguous():
+        out_LBI = attend_column(qkv_LTO, cos_BCH, sin_BCH, cache, split, buffers)
+        if out_LBI is not None:
+            return out_LBI
     q, k, v = (heads_first(x, batch, width) for x in qkv_LTO.split(split, dim=-1))
     cos, sin = cos_BCH[:, None, None], sin_BCH[:, None, None]
     q_out, k_out = buffers("queries", *q.shape), buffers("keys", *k.shape)
@@ -98,6 +117,49 @@ def attention(
     grouped = q_BNCE.shape[1] != keys.shape[1]
     out_BNCE = F.scaled_dot_product_attention(q_BNCE, keys, values, attn_mask=mask, enable_gqa=grouped)
     return lanes_first(out_BNCE, lanes)
+
+
+def attend_column(
+    qkv_LBO: torch.Tensor,
+    cos_B1H: torch.Tensor,
+    sin_B1H: torch.Tensor,
+    cache: LayerCache,
+    split: tuple[int, int, int],
+    buffers: Buffers,
+) -> torch.Tensor | None:
+    """`attention` of one column, compiled; None where the cache's step is of another kind."""
+    step, width = cache.step, 2 * cos_B1H.shape[-1]
+    assert step is not None
+    assert buffers.compiled is not None
+    mask = step.mask
+    if not isinstance(step.slots, slice) or (mask is not None and not mask.is_floating_point()):
+        return None
+    batch, lanes, heads, slots, _ = cache.keys.shape
+    scores = buffers("scores", batch * lanes, split[0] // width, slots)
+    out_LBI = buffers("attended", lanes, batch, split[0])
+    assert scores is not None
+    assert out_LBI is not None
+    buffers.compiled.attend_column(
+        qkv_LBO.data_ptr(),
+        cos_B1H.data_ptr(),
+        sin_B1H.data_ptr(),
+        cache.keys.data_ptr(),
+        cache.values.data_ptr(),
+        None if mask is None else mask.data_ptr(),
+        scores.data_ptr(),
+        out_LBI.data_ptr(),
+        lanes,
+        batch,
+        heads,
+        split[0] // width // heads,
+        width,
+        slots,
+        step.slots.start,
+        step.held,
+        0 if mask is None else mask.stride(0),
+        min(torch.get_num_threads(), max(1, cache.keys[..., : step.held, :].numel() // SHARE)),
+    )
+    return out_LBI
 
 
 def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
@@ -137,9 +199,4 @@ def attend_once(
         scores.view(batch, queries, 1, held).add_(mask_B11M)
     torch.softmax(scores, dim=-1, out=scores)
     torch.bmm(scores, v_BKME.flatten(0, 1), out=out)
-    out_BLI = out.view(batch, lanes, -1)
-    if batch == 1 or lanes == 1:
-        return out_BLI.transpose(0, 1)
-    by_lane = buffers("attended by lane", lanes, batch, out_BLI.shape[2])
-    assert by_lane is not None
-    return by_lane.copy_(out_BLI.transpose(0, 1))
+    return out.view(batch, lanes, -1).transpose(0, 1)

@@ -4,37 +4,23 @@ Decoding one sequence reads every weight once per token and does almost nothing 
 a faster one. "as_is" computes with torch in the weight's own dtype, on any device. The other kinds run on the
 CPU and take and return float32; only the stored weights are rounded. int8 has one scale per output row.
 
-For a few vectors (decoding) they call model/kernels/lane_gemv.c, which is compiled at first use with the system's
-C compiler into the user's cache directory. Without a compiler torch computes the same in blocks, slowly for
-bfloat16 and int8; weights_backend() says which. For many vectors (prefill) torch multiplies, and bfloat16 and int8
-weights are widened block by block, so that no float32 copy of a weight exists.
-
-Threads are torch.get_num_threads(), from OpenMP's pool, which torch uses too where both come from GCC. Its threads
-spin for a moment after their work: processes that share cores should have one thread each, which never spins.
+For a few vectors (decoding) they call model/kernels/lane_gemv.c, which model/native.py compiles at first use.
+Without a compiler torch computes the same in blocks, for bfloat16 and int8 no faster than float32. For many vectors
+(prefill) torch multiplies, and bfloat16 and int8 weights are widened block by block, so that no float32 copy of a
+weight exists.
 
 Shape suffixes: L lanes   T vectors (tokens)   I, O a map's inputs and outputs per lane   R rows (L·O)
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import hashlib
-import os
-import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from model.native import library
+
 WEIGHT_KINDS = ("as_is", "float32", "bfloat16", "int8")
-SOURCE = Path(__file__).with_name("kernels") / "lane_gemv.c"
-FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 STORED = (torch.float32, torch.bfloat16, torch.int8)  # in the order of the C file's enum
 FEW = {torch.float32: 8, torch.bfloat16: 32, torch.int8: 32}
 """Up to so many vectors the compiled kernel is at least as fast as torch's matrix multiplication."""
@@ -75,11 +61,6 @@ def lane_weight(weight: torch.Tensor, lanes: int, kind: str) -> LaneWeight:
     return _CpuWeight(weight.to(getattr(torch, kind)).contiguous(), None, lanes)
 
 
-def weights_backend() -> str:
-    """What applies float32, bfloat16 and int8 weights to few vectors: "compiled", or "torch: <why>"."""
-    return "compiled" if isinstance(compiled := _compiled(), ctypes.CDLL) else f"torch: {compiled}"
-
-
 class _TorchWeight:
     def __init__(self, weight: torch.Tensor, lanes: int):
         self.nbytes = weight.nbytes
@@ -101,10 +82,8 @@ class _CpuWeight:
         self._scale_LO = None if scale_R is None else scale_R.view(lanes, -1)
         self._few = FEW[weight_RI.dtype]
         self._shares = max(1, weight_RI.nbytes // LEAST_SHARE)
-        compiled = _compiled()
-        self._kernel: Callable[..., None] | None = (
-            compiled.lane_gemv if isinstance(compiled, ctypes.CDLL) else None
-        )
+        compiled = library()
+        self._kernel = None if compiled is None else compiled.lane_gemv
         self._pointers = (
             STORED.index(weight_RI.dtype),
             weight_RI.data_ptr(),
@@ -176,56 +155,3 @@ def _quantised(weight_RI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         smallest = torch.finfo(torch.float32).tiny
         narrow.copy_((block / scale.clamp_min(smallest)[:, None]).round())
     return narrow_RI, scale_R
-
-
-# The compiled kernel
-
-
-@functools.cache
-def _compiled() -> ctypes.CDLL | str:
-    """The kernel's library, built if need be, or why there is none."""
-    compiler = shlex.split(os.environ.get("CC", "cc"))
-    try:
-        return _built(compiler, FLAGS)
-    except (OSError, subprocess.SubprocessError) as error:
-        return str(error)
-
-
-def _built(compiler: list[str], flags: tuple[str, ...]) -> ctypes.CDLL:
-    """Compile unless the cache has it. Raises OSError or SubprocessError that says what failed.
-
-    Processes may do so at once: each renames a file of its own into place.
-    """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "laneformer"
-    identity = "\0".join((SOURCE.read_text(), *compiler, *flags, _cpu()))
-    target = cache / f"lane_gemv-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
-    if target.exists():
-        return _loaded(target)
-    if not compiler or shutil.which(compiler[0]) is None:
-        raise FileNotFoundError(f"no C compiler {shlex.join(compiler)!r} in PATH")
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as scratch:
-        fresh = Path(scratch) / target.name
-        done = subprocess.run(
-            [*compiler, *flags, str(SOURCE), "-o", str(fresh)], capture_output=True, text=True, timeout=120
-        )
-        if done.returncode:
-            raise OSError(f"{shlex.join(compiler)} failed: {done.stderr.strip()[-500:]}")
-        fresh.rename(target)
-    return _loaded(target)
-
-
-def _loaded(file: Path) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(file))
-    integer, pointer = ctypes.c_long, ctypes.c_void_p
-    library.lane_gemv.argtypes = (ctypes.c_int, *[pointer] * 4, *[integer] * 8, ctypes.c_int)
-    library.lane_gemv.restype = None
-    return library
-
-
-def _cpu() -> str:
-    """What -march=native depends on: a home directory may serve several kinds of machine."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else [platform.processor()]
-    features = [line for line in lines if line.startswith(("flags", "Features", "model name"))]
-    return "\n".join([platform.machine(), *sorted(set(features))])

@@ -25,7 +25,8 @@ from rich.table import Table
 
 from model.config import LaneformerConfig, load_size
 from model.laneformer import build_model
-from model.weights import WEIGHT_KINDS, weights_backend
+from model.native import backend
+from model.weights import WEIGHT_KINDS
 from tests.benchmarks import decode_lanes
 from tests.benchmarks.decode_llama import FORMATS, llama
 from tests.benchmarks.decode_single import Contestant, Run, exported, linear_maps, ours, reader, short
@@ -158,14 +159,14 @@ def main(arguments: list[str] | None = None) -> None:
         values[key] = value if key == "size" else int(value)
     config = load_size(values["size"])
     single = measure_single(config, values, READ_BYTES >> 6 if options.quick else READ_BYTES)
-    threads, backend = torch.get_num_threads(), weights_backend()
-    title = f"{values['size']}, prompt of {values['prompt']}, {values['tokens']} tokens, {threads} threads, {backend}"
+    threads = torch.get_num_threads()
+    title = f"{values['size']}, prompt of {values['prompt']}, {values['tokens']} tokens, {threads} threads, {backend()}"
     console = Console(width=120)
     console.print(show_single(single, title))
     lanes = measure_lanes(config, values, options.quick)
     console.print(show_lanes(lanes))
     if options.json:
-        figures = {**values, "threads": threads, "weights": backend, "single": single, "lanes": lanes}
+        figures = {**values, "threads": threads, "backend": backend(), "single": single, "lanes": lanes}
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 

@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model import weights
-from model.weights import WEIGHT_KINDS, lane_weight, weights_backend
+from model import native, weights
+from model.weights import WEIGHT_KINDS, lane_weight
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU_KINDS = WEIGHT_KINDS[1:]
@@ -64,7 +64,7 @@ def assert_within_bound(result: torch.Tensor, weight: torch.Tensor, x: torch.Ten
 
 
 def use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "_compiled", lambda: "not wanted")
+    monkeypatch.setattr(weights, "library", lambda: None)
 
 
 @pytest.mark.parametrize("path", ["compiled", "torch"])
@@ -125,12 +125,12 @@ def test_results_do_not_depend_on_company(
 @needs_compiler
 @pytest.mark.parametrize("instructions", ["haswell", "x86-64"])
 def test_older_processors(instructions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "avx2" not in weights._cpu():
+    if "avx2" not in native._cpu():
         pytest.skip("these instructions need an x86 processor with AVX2")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    flags = tuple(f"-march={instructions}" if f == "-march=native" else f for f in weights.FLAGS)
-    library = weights._built(["cc"], flags)
-    monkeypatch.setattr(weights, "_compiled", lambda: library)
+    flags = tuple(f"-march={instructions}" if f == "-march=native" else f for f in native.FLAGS)
+    library = native._built(["cc"], flags)
+    monkeypatch.setattr(weights, "library", lambda: library)
     for kind in CPU_KINDS:
         for vectors in VECTORS[:8]:
             weight, x = random_case(3, 11, 45, vectors)
@@ -221,7 +221,7 @@ def test_refusals() -> None:
         linear(x, torch.empty(2, 1, 16)[:, :, ::2])
 
 
-SHOW = "from model.weights import weights_backend; print(weights_backend())"
+SHOW = "from model.native import backend; print(backend())"
 
 
 def start(environment: dict[str, str]) -> subprocess.Popen[str]:
@@ -265,5 +265,5 @@ def test_unwritable_cache(tmp_path: Path) -> None:
 
 @needs_compiler
 def test_backend_here() -> None:
-    assert weights_backend() == "compiled"
-    assert isinstance(weights._compiled(), ctypes.CDLL)
+    assert native.backend() == "compiled"
+    assert isinstance(native.library(), ctypes.CDLL)
