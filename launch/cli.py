@@ -47,6 +47,7 @@ USAGE = """usage: python -m launch VERB …
   plan experiment=NAME [key=value …] [tokens_per_second_per_rank=] [save_seconds=10] [recovery_minutes=10] [plot=FILE]
       Days, disk, the best checkpoint interval and the goodput for several failure rates, in closed form and
       simulated; with plot=, goodput up to 16k GPUs.
+      Also a rank's speed on 8 to 1,024 GPUs, modelled [network_gbytes=45] [nvlink_gbytes=360] [scaling_plot=FILE].
 
   inside a job (launch/lib.sh): prepare key=value …, begin run=, end run= attempt= status= signal= problem=,
       successor run= nodes=

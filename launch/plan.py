@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from launch import scaling
 from launch.capacity import Failures, goodput, simulated_goodput, young_daly
 from launch.status import amount, duration
 from train.config import ConfigError, RunConfig, compose
@@ -16,6 +17,7 @@ from train.config import ConfigError, RunConfig, compose
 DAY = 86400.0
 MTBF_DAYS = (1.0, 3.0, 7.0, 14.0)  # published rates put 192 GPUs between 1.8 and 14 days
 SIMULATED_RUNS = 400
+FILES = ("plot", "scaling_plot")
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,11 @@ class Assumptions:
     save_seconds: float = 10.0  # that a save blocks training
     recovery_minutes: float = 10.0  # from a failure to the first new step, without a person
     plot: str | None = None  # also draw goodput over the number of GPUs into this file
+    network_gbytes: float = (
+        scaling.Links.network / 1e9
+    )  # a GPU's network port, GB/s in one direction as reached
+    nvlink_gbytes: float = scaling.Links.nvlink / 1e9  # the same within a node
+    scaling_plot: str | None = None  # also draw a rank's speed over the number of GPUs into this file
 
     @staticmethod
     def split(words: Sequence[str]) -> tuple[Assumptions, list[str]]:
@@ -33,11 +40,11 @@ class Assumptions:
         names = Assumptions.__dataclass_fields__
         given = {k: v for k, _, v in (word.partition("=") for word in words) if k in names}
         try:
-            numbers = {key: value if key == "plot" else float(value) for key, value in given.items()}
+            numbers = {key: value if key in FILES else float(value) for key, value in given.items()}
         except ValueError as error:
             raise ConfigError([f"{', '.join(given)}: {error}"]) from error
         wrong = [
-            f"{k}={v} must be greater than 0" for k, v in numbers.items() if k != "plot" and float(v) <= 0
+            f"{k}={v} must be greater than 0" for k, v in numbers.items() if k not in FILES and float(v) <= 0
         ]
         if wrong:
             raise ConfigError(wrong)
@@ -62,6 +69,20 @@ def plan(words: Sequence[str], console: Console) -> int:
     if assumed.plot:
         draw(Path(assumed.plot), config, seconds_per_step, assumed)
         console.print(f"\ngoodput over the number of GPUs: {assumed.plot}")
+    links = scaling.Links(
+        network=assumed.network_gbytes * 1e9,
+        nvlink=assumed.nvlink_gbytes * 1e9,
+        gpus_per_node=config.cluster.ranks_per_node,
+    )
+    console.print(
+        f"\ntokens/s of a rank that computes {speed:,.0f} without waiting, by the sequences it takes at a time "
+        f"(modelled: {assumed.nvlink_gbytes:g} GB/s in a node, {assumed.network_gbytes:g} between nodes)",
+        highlight=False,
+    )
+    console.print(scaling.table(config, speed, links))
+    if assumed.scaling_plot:
+        scaling.draw(Path(assumed.scaling_plot), config, speed, links)
+        console.print(f"\nspeed over the number of GPUs: {assumed.scaling_plot}")
     return 0
 
 
