@@ -33,7 +33,7 @@ from train.loader import MixtureDataLoader
 from train.metrics import RunMetrics, peak_memory_gib
 from train.profiling import StepProfiler, tensor_bytes
 from train.run_dir import RunDir, write_atomic
-from train.stragglers import OwnTime, node_name
+from train.stragglers import OwnTime, RankTimes, node_name
 from train.watchdog import Watchdog
 
 # Shapes: B sequences of a micro-batch, S tokens, V vocabulary, K sources of the mixture.
@@ -288,14 +288,19 @@ class LaneformerTrainer(Trainer):
                 self._save(requests)
                 continue
             profiled = self.profiler.step(self.step) if self.profiler else nullcontext()
-            with profiled, self.watchdog.step(self.step):
+            with (
+                profiled,
+                self.watchdog.step(self.step),
+            ):  # so that a hang in any of these collectives is seen
                 row, requests = self.train_step(data_iterator)
+                logged = self.metrics_processor.should_log(self.step) or requests.stop or self.step == total
+                ranks = self.own_time.gather() if logged else []
             row["seconds/checkpoint"] = self._save(requests)
             row["seconds/validation"] = self._validate()
-            if self.metrics_processor.should_log(self.step) or requests.stop or self.step == total:
+            if logged:
                 seconds = (time.perf_counter() - since_log) / (self.step - logged_step)
                 since_log, logged_step = time.perf_counter(), self.step
-                self._log(row, seconds)
+                self._log(row, seconds, ranks)
             if self.step - loaded_step == 1:
                 self._tighten_timeouts()
         if self.profiler:
@@ -323,7 +328,7 @@ class LaneformerTrainer(Trainer):
             self.validator.validate(self.model_parts, self.step)
         return time.perf_counter() - before
 
-    def _log(self, row: dict[str, float], seconds_per_step: float) -> None:
+    def _log(self, row: dict[str, float], seconds_per_step: float, ranks: list[RankTimes]) -> None:
         row["tokens"] = self.ntokens_seen
         row["sequences"] = sum(self.consumed_sequences.values())
         row["seconds/step"] = seconds_per_step
@@ -343,7 +348,7 @@ class LaneformerTrainer(Trainer):
             row[f"data/{source}/tokens"] = self.consumed_tokens[source]
             row[f"data/{source}/share"] = self.consumed_sequences[source] / row["sequences"]
             row[f"data/{source}/planned"] = planned[source] / row["sequences"]
-        row |= self.metrics_processor.log_ranks(self.step, self.own_time.gather())
+        row |= self.metrics_processor.log_ranks(self.step, ranks)
         self.metrics_processor.log_row("train", self.step, row)
         self.metrics_processor.progress(self.step, row, seconds_per_step)
 

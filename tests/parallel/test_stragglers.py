@@ -21,22 +21,28 @@ DELAY = 0.02  # seconds in each of the 4 blocks; a whole step of this model take
 
 def slow_rank(resolved: str, attempt: int, slow: int, where: str) -> int:
     """One rank, on a node of its own name; rank `slow` sleeps in each block's forward or at each batch."""
-    from data_mixtures.loader import MixtureLoader
     from model.laneformer import LaneBlock
+    from train.loader import MixtureDataLoader
 
     rank = int(os.environ["RANK"])
     os.environ["SLURMD_NODENAME"] = f"n{rank + 1}"
-    if rank == slow:
-        # The loader reads ahead: it is waited for only where it takes longer than the step.
-        owner: Any = LaneBlock if where == "forward" else MixtureLoader
-        name, delay = ("forward", DELAY) if where == "forward" else ("_make", 10 * DELAY)
-        inner = getattr(owner, name)
+    block: Any = LaneBlock
+    loader: Any = MixtureDataLoader
+    forward, batches = block.forward, loader.__iter__
 
-        def delayed(*args: Any, **kwargs: Any) -> Any:
-            time.sleep(delay)
-            return inner(*args, **kwargs)
+    def slow_forward(*args: Any) -> Any:
+        time.sleep(DELAY)
+        return forward(*args)
 
-        setattr(owner, name, delayed)
+    def slow_batches(self: Any) -> Any:
+        for batch in batches(self):
+            time.sleep(4 * DELAY)
+            yield batch
+
+    if rank == slow and where == "forward":
+        block.forward = slow_forward
+    elif rank == slow:
+        loader.__iter__ = slow_batches
     return run_rank(Path(resolved), attempt)
 
 
