@@ -27,7 +27,6 @@ from torchtitan.protocols.module import Module
 from model.config import Exchange, LaneformerConfig
 from model.float8 import float8_lane_matmul
 from model.kernels.lane_norm import lane_add_norm
-from model.kv_cache import LayerCache
 from model.lanes import heads_first, increment, lane_matmul, lanes_first, rms_norm, rotate
 from model.masks import Mask
 from model.recompute import recomputed
@@ -85,8 +84,7 @@ def _norm(sizes: LaneformerConfig) -> LaneNorm:
 class MaskedAttention(FlexAttention):
     """Attention under a mask: flex for a BlockMask, else fused attention with a boolean (B, 1, S, S).
 
-    When decoding, a layer's cache stands in the mask's place: it takes in the new keys and values and says what
-    the queries see. Head n of N reads key/value head n // (N / K), which lies in the same lane.
+    Head n of N reads key/value head n // (N / K), which lies in the same lane.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -94,10 +92,8 @@ class MaskedAttention(FlexAttention):
         pass
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, q_BNSE: torch.Tensor, k_BKSE: torch.Tensor, v_BKSE: torch.Tensor, mask: Mask | LayerCache | None
+        self, q_BNSE: torch.Tensor, k_BKSE: torch.Tensor, v_BKSE: torch.Tensor, mask: Mask | None
     ) -> torch.Tensor:
-        if isinstance(mask, LayerCache):
-            k_BKSE, v_BKSE, mask = mask.extend(k_BKSE, v_BKSE)
         grouped = q_BNSE.shape[1] != k_BKSE.shape[1]
         if not isinstance(mask, BlockMask):
             return F.scaled_dot_product_attention(q_BNSE, k_BKSE, v_BKSE, attn_mask=mask, enable_gqa=grouped)
@@ -138,7 +134,7 @@ class LaneAttention(BaseAttention):
         self.inner_attention = config.inner_attention.build()
 
     def forward(
-        self, qkv_LTO: torch.Tensor, cos_BSH: torch.Tensor, sin_BSH: torch.Tensor, mask: Mask | LayerCache
+        self, qkv_LTO: torch.Tensor, cos_BSH: torch.Tensor, sin_BSH: torch.Tensor, mask: Mask
     ) -> torch.Tensor:
         batch = cos_BSH.shape[0]
         q, k, v = (heads_first(x, batch, self.head_dim) for x in qkv_LTO.split(self.split, dim=-1))
@@ -209,7 +205,7 @@ class LaneBlock(Module):
         awaited_mlp_LTD: torch.Tensor | None,
         cos_BSH: torch.Tensor,
         sin_BSH: torch.Tensor,
-        mask: Mask | LayerCache,
+        mask: Mask,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Returns the residual streams, and the partial outputs of attention and of SwiGLU.
 

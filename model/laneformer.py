@@ -26,7 +26,6 @@ from torchtitan.protocols.module import Module
 from model.blocks import LaneAttention, LaneBlock, LaneLinear, LaneNorm, MaskedAttention
 from model.config import LaneformerConfig
 from model.initialisation import initialise
-from model.kv_cache import LayerCache
 from model.lanes import lane_matmul, rotary_table
 from model.masks import Mask, attention_masks
 from model.recompute import recomputed
@@ -181,9 +180,9 @@ class Laneformer(Decoder):
         return h_BSI if self._skip_lm_head else self.lm_head(h_BSI)
 
     def streams(
-        self, tokens_BS: torch.Tensor, positions_BS: torch.Tensor, masks: Sequence[Mask | LayerCache]
+        self, tokens_BS: torch.Tensor, positions_BS: torch.Tensor, masks: Sequence[Mask]
     ) -> torch.Tensor:
-        """The residual streams (L, T, D) after the last layer; masks holds each layer's mask or cache."""
+        """The residual streams (L, T, D) after the last layer; masks holds each layer's mask."""
         rotation = self.rotary(positions_BS)
         x_1TD = self.tok_embeddings(tokens_BS).view(1, tokens_BS.numel(), -1)
         # Contiguous, so that compiled blocks all see the same strides.
@@ -202,7 +201,7 @@ class Laneformer(Decoder):
 
 
 def _run_layers(
-    layers: Sequence[tuple[nn.Module, Mask | LayerCache]],
+    layers: Sequence[tuple[nn.Module, Mask]],
     cos_BSH: torch.Tensor,
     sin_BSH: torch.Tensor,
     x_LTD: torch.Tensor,
