@@ -11,7 +11,7 @@ import torch
 
 from model.config import LaneformerConfig, load_size
 from model.laneformer import build_model
-from tests.benchmarks import quality
+from tests.benchmarks import quality, train_gpu
 from tests.benchmarks import train as bench
 from tests.benchmarks.einsum_lanes import EinsumLaneformer
 
@@ -80,3 +80,29 @@ def test_variants_of_quality_read_the_same_data(tmp_path: Path) -> None:
     assert {c.model.num_parameters() for c in configs} == {configs[0].model.num_parameters()}
     settings = [(c.model.num_lanes, c.model.broadcast_delay, c.model.use_early_comm) for c in configs]
     assert settings[:3] == [(1, 0, False), (8, 0, False), (8, 1, False)]
+
+
+def test_wide_passes_by_hand() -> None:
+    """y = (x + x·2).sum(0): 1 + 1 for the product, 2 + 1 for the sum of both, 1 for that over rows; bmm 1 + 1."""
+    x, weight = torch.randn(4, 10, 8), torch.randn(4, 8, 8)
+    with torch.profiler.profile(record_shapes=True) as profiled:
+        (x + x * 2).sum(0)
+        torch.bmm(x, weight.transpose(1, 2))
+    assert train_gpu.wide_passes(profiled.events() or [], x.numel(), on_gpu=False) == 2 + 3 + 1 + 2
+
+
+def test_the_gpu_benchmark_runs_dry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--device", "cpu", "--size", "smoke", "--sequences", "1", "--sequence", "64", "--steps", "1"]
+    rows = train_gpu.main([*words, "--json", str(tmp_path / "rows.json")])
+    assert len(rows) == len(train_gpu.ROWS) + 1
+    assert {row.get("not_run", "measured").split(":")[0] for row in rows} == {
+        "measured",
+        "needs a GPU",
+        "compiles for a minute",
+    }
+    assert rows[0]["tokens_per_second"] > 0
+    assert rows[0]["wide_passes_per_layer"] > 20
+    assert "| fused norm kernel | not run: needs a GPU |" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        train_gpu.main(["--size", "smoke"])
+    assert "torch sees no GPU" in capsys.readouterr().err
