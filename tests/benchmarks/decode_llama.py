@@ -1,13 +1,15 @@
 """A plain Llama with random weights, of a Laneformer's size, as a GGUF file and under llama.cpp.
 
-Needs `pip install gguf llama-cpp-python`; the latter is built from source, for which it wants a C++ compiler.
+Needs `pip install gguf xllamacpp`; xllamacpp is llama.cpp with its server's loop, as a wheel that needs no compiler
+(built for AVX2; what it was built for is what `xllamacpp.get_system_info()` says).
 """
 
 from __future__ import annotations
 
+import importlib
 import tempfile
-import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -90,27 +92,23 @@ def _add_tokenizer(writer: object, size: int) -> None:
 
 def llama(config: LaneformerConfig, form: str, threads: int, name: str) -> Contestant:
     """Raises ModuleNotFoundError if a package is missing."""
-    from llama_cpp import Llama  # pyright: ignore[reportMissingImports]
-
+    xllamacpp: Any = importlib.import_module("xllamacpp")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plain.gguf"
         read = write_gguf(config, form, file)
-        model = Llama(
-            str(file),
-            n_ctx=config.max_position_embeddings,
-            n_threads=threads,
-            n_threads_batch=threads,
-            use_mmap=False,
-            verbose=False,
-        )
+        parameters = xllamacpp.CommonParams()
+        parameters.model.path = str(file)
+        parameters.n_ctx = config.max_position_embeddings
+        parameters.n_parallel = 1
+        parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = threads
+        parameters.verbosity = 0
+        server = xllamacpp.Server(parameters)
 
     def run(prompt: list[int], tokens: int) -> Run:
-        begin, times = time.perf_counter(), []
-        for _ in model.generate(prompt, temp=0.0):
-            times.append(time.perf_counter())
-            if len(times) == tokens:
-                break
-        model.reset()
-        return Run((times[-1] - times[0]) / (tokens - 1), times[0] - begin)
+        request = {"prompt": prompt, "max_tokens": tokens, "temperature": 0}
+        answer = server.handle_completions({**request, "ignore_eos": True, "cache_prompt": False})
+        timings = answer["timings"]
+        # The first of the tokens comes with the prompt.
+        return Run(timings["predicted_ms"] / 1e3 / (tokens - 1), timings["prompt_ms"] / 1e3)
 
     return Contestant(name, read, run)
