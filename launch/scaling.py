@@ -27,6 +27,7 @@ from rich.table import Table
 from train.config import RunConfig
 
 SIZES = (8, 64, 192, 1024)  # GPUs
+BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,11 @@ class Volume:
 
 
 def volume(config: RunConfig, shard: int) -> Volume:
-    """`shard` ranks share one copy of the weights. Gradients are reduced in float32."""
-    parameters, element = config.model.num_parameters(), 2 if config.parallel.param_dtype == "bfloat16" else 4
+    """`shard` ranks share one copy of the weights."""
+    parameters = config.model.num_parameters()
+    gathered, reduced = BYTES[config.parallel.param_dtype], BYTES[config.parallel.reduce_dtype]
     kept = config.model._head_weights() + config.model.hidden_size  # the head and the final norm
-    return Volume((2 * parameters - kept) * element, 4 * parameters, 4 * parameters // shard)
+    return Volume((2 * parameters - kept) * gathered, reduced * parameters, reduced * parameters // shard)
 
 
 def ring(size: float, ranks: int, links: Links, within_node: bool) -> float:

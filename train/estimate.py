@@ -92,6 +92,7 @@ class _Run:
     seq_len: int
     shard: int
     element: int
+    reduced: int  # bytes of a gradient's element while ranks add it up
     cuda: bool
     compiled: bool
     fused: bool
@@ -115,6 +116,7 @@ def estimate(config: RunConfig) -> Estimate:
         seq_len=train.seq_len,
         shard=cluster.ranks // parallel.replicate if parallel.shard == -1 else parallel.shard,
         element=2 if parallel.param_dtype == "bfloat16" else 4,
+        reduced=2 if parallel.reduce_dtype == "bfloat16" else 4,
         cuda=cuda,
         compiled=parallel.compile,
         fused=parallel.kernels == "triton" or (parallel.kernels == "auto" and cuda),
@@ -167,7 +169,7 @@ def _moments(run: _Run, all_gradients: int) -> dict[str, int]:
     segment = segment_length(run.policy)
     for i in reversed(range(depth)):
         # Weights gathered of this layer and the next one fetched; gradients before and after their reduction.
-        parameters = layer * (2 * run.element + run.element + 4)
+        parameters = layer * (2 * run.element + run.element + run.reduced)
         gradients = earlier if run.accumulates else 4 * (head + layer * (depth - 1 - i)) // run.shard
         pending = 1 + 2 * min(sizes.broadcast_delay, depth - 1 - i)  # gradients of residual and partials
         again = _layer_bytes(run) * (i % segment + 1) if segment else _recomputed_bytes(run)
