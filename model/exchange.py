@@ -144,7 +144,7 @@ class GroupExchange:
         slot = self.slots.take(x, bytes_too=False)
         own = slot.buffer[self.rank]
         own.copy_(x)
-        work = dist.all_gather_into_tensor(slot.buffer.flatten(0, 1), own, async_op=True)
+        work = dist.all_gather_single(slot.buffer.flatten(0, 1), own, async_op=True)
         assert work is not None
         self.work.append(work)
 
