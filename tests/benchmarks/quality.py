@@ -135,7 +135,9 @@ def draw(rows: list[dict[str, Any]], title: str, file: Path) -> None:
     for at, row in enumerate(rows):
         seeds = [a - b for a, b in zip(row["losses"], base["losses"], strict=True)]
         axes.plot(seeds, [at] * len(seeds), "o", color="0.65", markersize=4)
-        axes.errorbar(row["over_delay_0"], at, xerr=row["over_delay_0_interval"] or 0, fmt="D", capsize=3)
+        axes.errorbar(
+            row["over_delay_0"], at, xerr=row["over_delay_0_interval"] or 0, fmt="D", color="C0", capsize=3
+        )
     axes.axvline(0, color="0.5", linewidth=0.8)
     axes.set_yticks(range(len(rows)), [row["variant"] for row in rows])
     axes.invert_yaxis()
