@@ -197,25 +197,29 @@ def speed(size: str, rounds: int, compiled: bool) -> list[dict[str, Any]]:
 
 def step_split(quick: bool) -> list[dict[str, Any]]:
     """Shares of a training step at the smoke size, averaged over a run that saves asynchronously every 8 steps."""
+    steps, batch, seq = (12, 4, 32) if quick else (24, 16, 256)
+    words = ["data.max_epochs=1000", "checkpoint.every_steps=8", "metrics.tensorboard=true"]
+    words += ["optim.warmup_tokens=0", "optim.decay_tokens=0", f"data.tokens={steps * batch * seq}"]
+    words += [
+        f"train.seq_len={seq}",
+        f"train.global_batch_size={batch}",
+        f"train.local_batch_size={min(batch, 8)}",
+    ]
+    if not quick:
+        smoke = replace(load_size("smoke"), vocab_size=384)
+        words += [f"model.{key}={value}" for key, value in smoke.to_dict().items()]
     with tempfile.TemporaryDirectory() as folder:
-        data = write_data(Path(folder) / "data")
-        words = ["data.max_epochs=1000", "checkpoint.every_steps=8", "metrics.tensorboard=true"]
-        if not quick:
-            smoke = replace(load_size("smoke"), vocab_size=384)
-            words += [f"model.{key}={value}" for key, value in smoke.to_dict().items()]
-            words += ["train.seq_len=256", "train.global_batch_size=8", "train.local_batch_size=8"]
-            words += ["optim.warmup_tokens=2048"]
-        config = tiny_config(data, Path(folder), *words)
-        steps = 12 if quick else 40
-        config = replace(config, data=replace(config.data, tokens=steps * config.tokens_per_step))
-        rows = train(config).metric_rows("train")[4:]  # the first steps allocate
+        config = tiny_config(write_data(Path(folder) / "data"), Path(folder), *words)
+        rows = train(config).metric_rows("train")[
+            4:-1
+        ]  # the first steps allocate, the last one waits for its save
     parts = ("data", "forward_backward", "optimizer", "checkpoint")
     total = sum(row["seconds/step"] for row in rows)
     shares = {part: sum(row[f"seconds/{part}"] for row in rows) / total for part in parts}
     shares["logging and the rest"] = 1 - sum(shares.values())
     found: list[dict[str, Any]] = [{"part": part, "share": share} for part, share in shares.items()]
     typical = statistics.median(row["seconds/step"] for row in rows)
-    saves = [row["seconds/checkpoint"] for row in rows[:-1] if row["step"] % 8 == 0]
+    saves = [row["seconds/checkpoint"] for row in rows if row["step"] % 8 == 0]
     return [
         *found,
         {"part": "an asynchronous save, of one step", "share": statistics.median(saves) / typical},
@@ -223,12 +227,11 @@ def step_split(quick: bool) -> list[dict[str, Any]]:
 
 
 def print_ratios(rows: Sequence[dict[str, Any]]) -> None:
-    print("| size | form | time of | ratio | quartiles | goal | seconds |\n|---|---|---|---|---|---|---|")
     for row in rows:
         spread = f"{row['low']:.2f}–{row['high']:.2f}"
         times = f"{row['seconds_above']:.3f} ÷ {row['seconds_below']:.3f}"
         cells = [row["size"], row["form"], row["ratio"], f"{row['median']:.2f}", spread, row["goal"], times]
-        print("| " + " | ".join(cells) + " |")
+        print("| " + " | ".join(cells) + " |", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
@@ -247,11 +250,12 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rows = []
+    print("| size | form | time of | ratio | quartiles | goal | seconds |\n|---|---|---|---|---|---|---|")
     for size in options.sizes:
         for form in options.forms:
-            rows += speed(size, options.rounds, form == "compiled")
-            print(f"measured {size}, {form}", file=sys.stderr, flush=True)
-    print_ratios(rows)
+            found = speed(size, options.rounds, form == "compiled")
+            print_ratios(found)
+            rows += found
     if not options.no_split:
         split = step_split(options.quick)
         print("\n| part of a training step | share |\n|---|---|")
