@@ -38,26 +38,36 @@ def file_sha256(path: Path) -> str:
 
 
 def check_files(directory: Path, hashes: bool = False) -> None:
-    """Compare sizes (and with hashes the SHA-256) of all files with the manifest. Raises CheckpointError."""
+    """Compare all files with the manifest: sizes and, but for those of weights, SHA-256. Raises CheckpointError.
+
+    hashes: those of the weights too, which are gigabytes and hold the optimizer's state as well.
+    """
     manifest_file = directory / "manifest.json"
     if not manifest_file.exists():
-        raise CheckpointError(f"{directory} is not a complete checkpoint: it has no manifest.json")
+        raise CheckpointError(
+            f"{directory} is not a complete checkpoint: it has no manifest.json; give a step-N directory"
+        )
     manifest = _read_json(manifest_file)
     found = (manifest.get("format"), manifest.get("version"))
     if found != (FORMAT, VERSION):
         raise CheckpointError(f"{manifest_file} has format {found}, this code reads {(FORMAT, VERSION)}")
+    files = manifest.get("files")
+    if not isinstance(files, dict) or not all(
+        isinstance(entry, dict) and {"bytes", "sha256"} <= entry.keys() for entry in files.values()
+    ):
+        raise CheckpointError(f"{manifest_file}: 'files' must give the bytes and sha256 of each file")
     needed = {"model.json", "tokenizer.model", ".metadata"}
-    if missing := needed - manifest["files"].keys():
+    if missing := needed - files.keys():
         raise CheckpointError(f"{manifest_file} does not list {', '.join(sorted(missing))}")
-    for name, entry in manifest["files"].items():
+    for name, entry in files.items():
         file = directory / name
         size = file.stat().st_size if file.exists() else None
         if size is None:
             raise CheckpointError(f"{file} is missing, the manifest lists it")
         if size != entry["bytes"]:
             raise CheckpointError(f"{file} has {size} bytes, the manifest says {entry['bytes']}")
-        if hashes and file_sha256(file) != entry["sha256"]:
-            raise CheckpointError(f"{file}: its SHA-256 differs from the manifest's")
+        if (hashes or file.suffix != ".distcp") and file_sha256(file) != entry["sha256"]:
+            raise CheckpointError(f"{file} is damaged: its SHA-256 differs from the manifest's")
 
 
 def load_checkpoint(

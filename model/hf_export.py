@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from model.checkpoint import load_checkpoint
+from model.checkpoint import check_files, load_checkpoint
 from model.config import LaneformerConfig
 from model.hf import to_released
 from model.hf_card import model_card
@@ -31,11 +31,13 @@ def export_checkpoint(
     """Export a `step-N` directory to the new folder `out`; returns it.
 
     Weights are cast to `dtype` and split into files of at most `shard_bytes`, or of one larger tensor. Raises
-    ValueError if `out` exists and is not an empty folder, or if something of the checkpoint cannot be expressed.
+    ValueError if `out` exists and is not an empty folder, if a file of the checkpoint is damaged, or if something of
+    it cannot be expressed.
     """
     refuse_existing(out)
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes={shard_bytes} must be at least 1")
+    check_files(checkpoint, hashes=True)  # what is given to others is not made of damaged weights
     model, config, tokenizer = load_checkpoint(checkpoint, dtype)
     template_file = checkpoint / "chat_template.jinja"
     template = template_file.read_text(encoding="utf-8") if template_file.is_file() else None

@@ -62,7 +62,7 @@ def test_incomplete_and_damaged_checkpoints_are_refused(run: RunDir, tmp_path: P
     content[-1] ^= 1
     part.write_bytes(content)
     load_checkpoint(copy)  # sizes agree
-    with pytest.raises(CheckpointError, match=r"__1_0\.distcp: its SHA-256 differs"):
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp is damaged: its SHA-256 differs"):
         check_files(copy, hashes=True)
     part.write_bytes(content[:-1])
     with pytest.raises(CheckpointError, match=r"__1_0\.distcp has \d+ bytes, the manifest says \d+"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model.checkpoint import check_files, load_checkpoint
+from model.checkpoint import CheckpointError, check_files, load_checkpoint
 from model.cli import main
 from model.config import LaneformerConfig
 from model.hf_config import HARMLESS, IMPLIED, read_config
@@ -64,6 +64,17 @@ def test_shards_hold_every_tensor_once_and_are_no_larger_than_asked(tiny_data: P
     assert weights.keys() == found.keys()
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in weights.values())
     assert not (whole / "model.safetensors.index.json").exists()
+
+
+def test_damaged_weights_are_not_exported(tiny_data: Path, tmp_path: Path) -> None:
+    small_checkpoint("base", tiny_data / "tokenizer.model", tmp_path / "step-3")
+    [file] = (tmp_path / "step-3").glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{file.name} is damaged: its SHA-256 differs"):
+        export_checkpoint(tmp_path / "step-3", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
 
 
 @pytest.mark.parametrize("name", ["base", "early_comm", "lane_norms", "vocab_parallel"])

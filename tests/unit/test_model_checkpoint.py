@@ -107,6 +107,16 @@ WIDER_MODEL = json.dumps(tiny(intermediate_size=64).to_dict())
             replace("manifest.json", '{"format": "laneformer-checkpoint", "version": 1, "files": {}}'),
             r"does not list \.metadata, model\.json, tokenizer\.model",
         ),
+        *(
+            (
+                replace(
+                    "manifest.json",
+                    f'{{"format": "laneformer-checkpoint", "version": 1, "files": {files}}}',
+                ),
+                r"manifest\.json: 'files' must give the bytes and sha256 of each file",
+            )
+            for files in ("null", '["model.json"]', '{"model.json": {}}', '{"model.json": 3}')
+        ),
         (replace("model.json", "{}"), r"model\.json: invalid model configuration"),
         (replace("model.json", OTHER_MODEL), r"lacks the weights layers\.4\.attention\.wo\.weight, .*w13"),
         (
@@ -123,11 +133,27 @@ def test_what_is_refused(tmp_path: Path, damage: Callable[[Path], object], says:
         load_checkpoint(directory)
 
 
-def test_hashes_are_compared_when_asked(tmp_path: Path):
+def test_hashes_of_weights_are_compared_when_asked(tmp_path: Path):
     directory = tmp_path / "step-3"
     write(directory, tiny())
     check_files(directory, hashes=True)
-    (directory / "tokenizer.model").write_bytes(b"PIECES")
+    flip(directory / "__0_0.distcp")
     check_files(directory)
-    with pytest.raises(CheckpointError, match=r"tokenizer\.model: its SHA-256 differs from the manifest's"):
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp is damaged: its SHA-256 differs"):
         check_files(directory, hashes=True)
+
+
+@pytest.mark.parametrize("name", [".metadata", "model.json", "tokenizer.model"])
+def test_hashes_of_small_files_are_always_compared(tmp_path: Path, name: str):
+    directory = tmp_path / "step-3"
+    write(directory, tiny())
+    flip(directory / name)
+    with pytest.raises(CheckpointError, match=rf"{name} is damaged: its SHA-256 differs from the manifest's"):
+        check_files(directory)
+
+
+def flip(file: Path) -> None:
+    """Change one bit in the middle."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
