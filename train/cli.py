@@ -71,6 +71,10 @@ def main(arguments: list[str]) -> int:
         )
         if unknown:
             raise ConfigError([f"{switch} is not a switch; see --help" for switch in sorted(unknown)])
+        if "--json" in switches and "--estimate" not in switches:
+            raise ConfigError(["--json belongs to --estimate; see --help"])
+        if not overrides:
+            raise ConfigError(["give experiment=NAME and, if need be, key=value …; see --help"])
         bare = [a for a in overrides if "=" not in a and not a.startswith("~")]
         if bare:
             raise ConfigError([f"{word!r} is not of the form key=value; see --help" for word in bare])
@@ -182,16 +186,20 @@ def prepare(config: RunConfig, allowed: Collection[str] = (), *, later: bool = F
     if not run.done:
         if not later:
             initial_checkpoint(config)
-        run.path.mkdir(parents=True, exist_ok=True)
         try:
+            run.path.mkdir(parents=True, exist_ok=True)
             record_plan(mixture, run.plan)
+            if changed:
+                append_line(run.attempts, {"event": "change", "time": time.time(), "keys": changed})
+            write_atomic(run.resolved, dump_yaml(config))
+            shutil.copyfile(tokenizer, run.path / "tokenizer.model")
+            run.record_code(ROOT)
         except PlanChanged as error:
             raise ConfigError([str(error)]) from error
-        if changed:
-            append_line(run.attempts, {"event": "change", "time": time.time(), "keys": changed})
-        write_atomic(run.resolved, dump_yaml(config))
-        shutil.copyfile(tokenizer, run.path / "tokenizer.model")
-        run.record_code(ROOT)
+        except OSError as error:
+            raise ConfigError(
+                [f"runs={config.runs}: the run directory {run.path} cannot be written: {error}"]
+            ) from error
     return run
 
 
@@ -210,11 +218,15 @@ def initial_checkpoint(config: RunConfig) -> Path | None:
                 [f"train.init_from={name}: run {earlier.path} {state}, and no such checkpoint exists"]
             )
         directory = complete[-1][1]
-    theirs, ours = json.loads((directory / "model.json").read_text()), config.model.to_dict()
+    file, ours = directory / "model.json", config.model.to_dict()
+    try:
+        theirs = dict(json.loads(file.read_text(encoding="utf-8")))
+    except (FileNotFoundError, ValueError, TypeError) as error:
+        raise ConfigError([f"train.init_from={name}: {file} is missing or damaged: {error}"]) from error
     differing = [
-        f"train.init_from={name}: its model has {key}={value}, this one {ours[key]}"
+        f"train.init_from={name}: its model has {key}={value}, this one {ours.get(key, 'has no such key')}"
         for key, value in theirs.items()
-        if value != ours[key]
+        if key not in ours or value != ours[key]
     ]
     if differing:
         raise ConfigError(differing)

@@ -225,6 +225,8 @@ def load_resolved(path: str | os.PathLike[str]) -> RunConfig:
     text = Path(path).read_text(encoding="utf-8")
     try:
         return RunConfig.from_dict(yaml.safe_load(text))
+    except yaml.YAMLError as error:
+        raise ConfigError([f"{path} is not YAML: {' '.join(str(error).split())}"]) from error
     except ConfigError as error:
         raise ConfigError([f"{path}: {problem}" for problem in error.problems]) from error
 

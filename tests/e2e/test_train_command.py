@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.tiny import tiny_words
-from train.run_dir import RunDir, read_lines
+from train.run_dir import RunDir, read_lines, write_atomic
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,9 +67,18 @@ def test_problems_found_while_preparing(tiny_data: Path, tmp_path: Path) -> None
         "data.max_epochs=0.01": "cap is 0.01",
         "train.init_from=never": "does not exist, and no such checkpoint exists",
         "cluster.nodes=2": "several nodes are started by a scheduler",
+        f"runs={tmp_path}/a-file": f"the run directory {tmp_path}/a-file/tiny cannot be written",
+        f"name=other train.init_from={tmp_path}/step-1": "step-1/model.json is missing or damaged",
+        f"name=other train.init_from={tmp_path}/step-2": "step-2/model.json is missing or damaged",
+        f"name=other train.init_from={tmp_path}/step-3": "its model has num_heads=3, this one has no such key",
     }
+    (tmp_path / "a-file").touch()
+    for step, model in ((1, None), (2, "[3"), (3, '{"num_heads": 3}')):
+        write_atomic(tmp_path / f"step-{step}" / "manifest.json", "{}")
+        if model:
+            write_atomic(tmp_path / f"step-{step}" / "model.json", model)
     for override, message in cases.items():
-        result = python_m("train", *words, override)
+        result = python_m("train", *words, *override.split())
         assert result.returncode == 2, override
         assert message in result.stderr
         assert "Traceback" not in result.stderr

@@ -117,6 +117,17 @@ def test_words_that_are_not_configuration(capsys: pytest.CaptureFixture[str]) ->
     assert "--dryrun is not a switch" in capsys.readouterr().err
     assert main(["resolved=nowhere.yaml", "attempt=1"]) == 2
     assert "nowhere.yaml does not exist" in capsys.readouterr().err
+    assert main([]) == 2
+    assert "give experiment=NAME" in capsys.readouterr().err
+    assert main([SMOKE, "--json"]) == 2
+    assert "--json belongs to --estimate" in capsys.readouterr().err
+
+
+def test_a_resolved_file_that_is_not_yaml(tmp_path: Path) -> None:
+    file = tmp_path / "resolved.yaml"
+    file.write_text("name: [")
+    with pytest.raises(ConfigError, match=r"resolved\.yaml is not YAML: while parsing"):
+        load_resolved(file)
 
 
 def test_help_lists_keys_with_defaults(capsys: pytest.CaptureFixture[str]) -> None:
