@@ -69,6 +69,11 @@ def main(arguments: list[str]) -> int:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         return 2
+    except (OSError, ValueError) as error:
+        if verb not in LOOKING:  # in a job, status 2 would say that its run can never go on
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 def usage() -> str:
@@ -177,6 +182,9 @@ def run_successor(words: list[str], switches: list[str]) -> int:
     given = values(words, "run", "nodes")
     return successor(RunDir(given["run"]), given["nodes"])
 
+
+LOOKING = ("status", "watch", "dashboard", "plan")
+"""Verbs that only read runs and write pictures: what they cannot read or write is the user's to mend."""
 
 VERBS: dict[str, Callable[[list[str], list[str]], int]] = {
     "smoke": run_smoke,

@@ -39,8 +39,13 @@ def status(folder: Path, names: Sequence[str]) -> int:
     table = Table(*COLUMNS, box=None, padding=(0, 2, 0, 0), header_style="bold")
     notes = []
     for run in runs:
-        progress = read_progress(run, jobs)
         name = str(run.path.relative_to(folder.resolve()))
+        try:
+            progress = read_progress(run, jobs)
+        except (OSError, ValueError) as error:  # one damaged run does not hide the others
+            table.add_row(name, "unreadable")
+            notes.append(f"{name}: unreadable: {error}")
+            continue
         table.add_row(name, *cells(progress))
         if progress.note:
             notes.append(f"{name}: {progress.state}: {progress.note}")
@@ -50,7 +55,8 @@ def status(folder: Path, names: Sequence[str]) -> int:
             notes.append(
                 f"{name}: {progress.failed_saves} SAVES FAILED since the last checkpoint: see its log"
             )
-    console.print(table if runs else f"no runs in {folder}")
+    asked = f" named {', '.join(names)}" if names else ""
+    console.print(table if runs else f"no runs{asked} in {folder}")
     for note in notes:
         console.print(note, markup=False, highlight=False)
     return 0

@@ -19,6 +19,7 @@ from train.config import ConfigError, RunConfig, compose, load_resolved
 from train.run_dir import RunDir, append_line, write_atomic
 
 ROOT = Path(__file__).resolve().parent.parent
+SUITES = ("core", "builtin", "code", "validation")  # those of python -m eval
 PHASES = ("phase1", "phase2", "sft")
 FROZEN = ("configs", "data_mixtures", "eval", "launch", "model", "train")
 SITE = Path("launch/site.env")
@@ -169,6 +170,10 @@ def submit(
     phases = read_phases(words)
     configs = [compose(list(phase.words)) for phase in phases]
     problems = chain_problems(phases, configs)
+    if suites is not None and (wrong := {*suites.split(",")} - {*SUITES}):
+        problems.append(
+            f"--evals={suites}: {', '.join(map(repr, sorted(wrong)))} is none of {', '.join(SUITES)}"
+        )
     if not (dry_run or test_only):
         problems += disk_problems(configs)
     if not dry_run and shutil.which("sbatch") is None:

@@ -126,6 +126,26 @@ def test_runs_are_found_by_name_and_what_they_hold_is_not(
     assert "\nb " not in shown
 
 
+@pytest.mark.parametrize("name", ["attempts.jsonl", "metrics.jsonl", "resolved.yaml"])
+def test_a_damaged_run_is_named_and_hides_no_other(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, name="b")
+    damaged = write_run(tmp_path, name="a")
+    with (damaged.path / name).open("a") as stream:
+        stream.write('{"a: [\n')
+    assert main(["status", f"runs={tmp_path}"]) == 0
+    shown = capsys.readouterr().out
+    assert "40 of 100" in shown
+    told = [line for line in shown.splitlines() if line.startswith("a: unreadable: ")]
+    assert name in " ".join(told)
+    for words in (["watch", "--once"], ["dashboard"]):
+        assert main([*words, str(damaged.path)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: ")
+        assert name in said
+
+
 def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
     run = write_run(tmp_path, logged=0)
     run.attempts.unlink()

@@ -90,6 +90,10 @@ def test_wrong_configurations_are_refused_before_anything_is_written(
     assert "optim.lrr is not a key" in capsys.readouterr().err
     assert main(["submit", "phase2", "phase1", "--dry-run"]) == 2
     assert "phase2: train.init_from=phase1 is not submitted before it" in capsys.readouterr().err
+    for suites, wrong in (("core,cod", "'cod'"), ("", "''"), ("core,", "''")):
+        assert main(["submit", "phase1", "--dry-run", f"--evals={suites}"]) == 2
+        said = f"--evals={suites}: {wrong} is none of core, builtin, code, validation"
+        assert said in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 
