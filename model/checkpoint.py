@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from model.config import LaneformerConfig
@@ -120,7 +121,14 @@ def parameter_reader(directory: Path, config: LaneformerConfig) -> Callable[[str
 def _read(directory: Path, state: dict[str, torch.Tensor]) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant
-        dcp.load(state, checkpoint_id=directory, no_dist=True)
+        try:
+            dcp.load(state, checkpoint_id=directory, no_dist=True)
+        except CheckpointException as error:  # a BaseException, and also what it makes of Ctrl-C
+            causes = [cause for cause, _ in error.failures.values()]
+            if any(isinstance(cause, KeyboardInterrupt) for cause in causes):
+                raise KeyboardInterrupt from None
+            said = "; ".join(str(cause) or type(cause).__name__ for cause in causes)
+            raise CheckpointError(f"{directory}: its weights cannot be read: {said}") from error
 
 
 def _check_weights(directory: Path, config: LaneformerConfig) -> None:

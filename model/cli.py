@@ -25,6 +25,12 @@ def _one_of(*choices: str) -> Callable[[str], str]:
     return parse
 
 
+def _not_empty(text: str) -> str:
+    if not text:
+        raise ValueError("a text that is not empty")
+    return text
+
+
 def _integer(least: int, most: int | None = None) -> Callable[[str], int]:
     """A parser of integers of at least, and at most."""
     bounds = f"an integer of at least {least}" if most is None else f"an integer of {least} to {most}"
@@ -83,7 +89,7 @@ VERBS = {
             **LOADING,
             "prompt": Key("text to continue; BOS is put before it", str, ""),
             **DRAWING,
-            "stop": Key("end before this text", str, "", repeats=True),
+            "stop": Key("end before this text", _not_empty, "", repeats=True),
         },
         {"--json": "print one JSON object: text, tokens, end_reason, speed"},
     ),

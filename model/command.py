@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+INTERRUPTED = 128 + signal.SIGINT
+"""The exit status of a command that Ctrl-C has ended, as shells have it."""
 
 
 class UsageError(ValueError):
@@ -67,6 +71,9 @@ def run(verbs: dict[str, Verb], arguments: list[str]) -> int:
     except (ValueError, OSError) as error:
         print(f"python -m model {name}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"\npython -m model {name}: interrupted", file=sys.stderr)
+        return INTERRUPTED
     return 0
 
 
@@ -93,6 +100,8 @@ def _parse(verb: Verb, words: list[str]) -> tuple[dict[str, Any], set[str]]:
             given[verb.bare].append(word)
         elif word.startswith("--"):
             problems.append(f"{word} is not a switch; switches: {', '.join(verb.switches) or 'none'}")
+        elif equals:
+            problems.append(f"{key}= is not a key; keys: {', '.join(verb.keys) or 'none'}")
         else:
             problems.append(f"{word!r} is not key=value; keys: {', '.join(verb.keys) or 'none'}")
     values = {}

@@ -48,7 +48,10 @@ class Part:
     def of(cls, config: LaneformerConfig, rank: int, size: int) -> Part:
         """Raises ValueError if the lanes cannot be dealt out evenly."""
         if config.num_lanes % size:
-            raise ValueError(f"{size} processes cannot share {config.num_lanes} lanes evenly")
+            fitting = [str(n) for n in range(1, config.num_lanes + 1) if config.num_lanes % n == 0]
+            raise ValueError(
+                f"{size} processes cannot share {config.num_lanes} lanes evenly; {', '.join(fitting)} can"
+            )
 
         def share(whole: int) -> range:
             return range(whole * rank // size, whole * (rank + 1) // size)

@@ -84,6 +84,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.control = control or Alone()
         self.workers: list[Any] = []
+        self._busy = False  # in the middle of a request, where the other processes do not listen for another
 
     def generate(
         self,
@@ -102,6 +103,7 @@ class Engine:
             "sampling": asdict(sampling),
             "stops": list(stops),
         }
+        self._busy = True
         if self.control.size > 1:
             _announce(self.control, json.dumps(request).encode())
         failure: list[BaseException] = []
@@ -114,7 +116,12 @@ class Engine:
                 failure.append(error)
                 return True
 
-        answer = self._generate(request, watch if on_token else None)
+        try:
+            answer = self._generate(request, watch if on_token else None)
+        except ValueError:  # raised by all processes, before the first step
+            self._busy = False
+            raise
+        self._busy = False
         if failure:
             raise failure[0]
         return answer
@@ -156,9 +163,12 @@ class Engine:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, PeerError):
-            return  # there is nobody left to tell
-        self.close()
+        if not self._busy:
+            self.close()
+            return
+        # A process is lost, or this one is interrupted: the end cannot be announced.
+        for worker in self.workers:
+            worker.terminate()
 
 
 def open_engine(loading: Loading, processes: int = 1) -> Engine | None:
@@ -226,7 +236,7 @@ def _work(loading: Loading, port: int, rank: int, size: int, threads: int) -> No
         engine = _join(loading, dist.TCPStore("127.0.0.1", port, is_master=False), rank, size)
         engine.follow()
         engine.close()
-    except PeerError as error:
+    except (PeerError, ValueError, OSError) as error:
         print(f"process {rank}: {error}", file=sys.stderr)
         sys.exit(1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from model.checkpoint import parameter_reader, read_architecture
+from model.checkpoint import file_sha256, parameter_reader, read_architecture
 from model.config import LaneformerConfig
 from model.decode import Decoder, Sampling
 from model.delayed_tp import LaneGroup
@@ -161,3 +162,56 @@ def test_the_command_line_spawns_and_joins_torchrun(checkpoint: Path) -> None:
     assert generate(checkpoint, *words, "lanes=2") == alone
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")
     assert generate(checkpoint, *words, launcher=torchrun) == alone
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_ctrl_c_in_an_answer_ends_all_processes(processes: int, checkpoint: Path) -> None:
+    words = (f"checkpoint={checkpoint}", "max_new_tokens=500", "weights=float64", f"lanes={processes}")
+    job = subprocess.Popen(
+        [sys.executable, "-c", SLOWLY, "generate", "prompt=the", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    try:
+        assert job.stdout is not None
+        assert job.stdout.read(5)  # of the answer
+        os.killpg(job.pid, signal.SIGINT)
+        _, told = job.communicate(timeout=60)
+    finally:
+        job.kill()
+    assert job.returncode == 128 + signal.SIGINT
+    assert told == "\npython -m model generate: interrupted\n"
+
+
+# A tiny model answers in less time than it takes to interrupt it.
+SLOWLY = """
+import sys, time
+import model.text
+from model.cli import main
+
+push = model.text.TextStream.push
+model.text.TextStream.push = lambda self, text: time.sleep(0.02) or push(self, text)
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_damaged_checkpoint_is_told_by_every_process_without_a_traceback(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(checkpoint, tmp_path / "step-3")
+    pieces = tmp_path / "step-3" / "tokenizer.model"
+    pieces.write_bytes(bytes(pieces.stat().st_size))
+    words = (f"checkpoint={pieces.parent}", "prompt=the", "lanes=2")
+    manifest = json.loads((pieces.parent / "manifest.json").read_text())
+    manifest["files"]["tokenizer.model"]["sha256"] = file_sha256(pieces)
+    (pieces.parent / "manifest.json").write_text(json.dumps(manifest))
+    done = subprocess.run(
+        [sys.executable, "-m", "model", "generate", *words], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 2
+    assert "tokenizer.model is not a SentencePiece model" in done.stderr
+    assert "Traceback" not in done.stderr

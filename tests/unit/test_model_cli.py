@@ -73,7 +73,9 @@ def test_sizes_as_json_and_table(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["grow"], "there is no verb 'grow'; there are: sizes"),
         (["sizes", "--yaml"], "--yaml is not a switch"),
-        (["sizes", "contxt=3"], "'contxt=3' is not key=value; keys: context"),
+        (["sizes", "contxt=3"], "contxt= is not a key; keys: context"),
+        (["sizes", "context"], "'context' is not key=value; keys: context"),
+        (["generate", "checkpoint=nowhere", "stop="], "stop= must be a text that is not empty"),
         (["sizes", "context=many"], "context=many must be an integer of at least 1"),
         (["sizes", "context=0"], "context=0 must be an integer of at least 1"),
         (["generate"], "checkpoint= is needed"),
