@@ -127,8 +127,12 @@ def _read(directory: Path, state: dict[str, torch.Tensor]) -> None:
             causes = [cause for cause, _ in error.failures.values()]
             if any(isinstance(cause, KeyboardInterrupt) for cause in causes):
                 raise KeyboardInterrupt from None
-            said = "; ".join(str(cause) or type(cause).__name__ for cause in causes)
-            raise CheckpointError(f"{directory}: its weights cannot be read: {said}") from error
+            kinds = ", ".join(
+                type(cause).__name__ for cause in causes
+            )  # torch's words advise to trust the file
+            raise CheckpointError(
+                f"{directory}: its weights are damaged and cannot be read: {kinds}"
+            ) from error
 
 
 def _check_weights(directory: Path, config: LaneformerConfig) -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, Self
 
@@ -220,16 +222,28 @@ def _spawn(loading: Loading, size: int) -> Engine:
         context.Process(target=_work, args=(loading, store.port, rank, size, threads), daemon=True)
         for rank in range(1, size)
     ]
-    for worker in workers:
-        worker.start()
-    engine = _join(loading, store, 0, size)
+    # Ctrl-C is for this process alone: the others are started with it blocked. What multiprocessing starts beside
+    # them unblocks it, and so has to run before.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        for worker in workers:
+            worker.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    try:
+        engine = _join(loading, store, 0, size)
+    except BaseException:
+        for worker in workers:
+            worker.terminate()
+        raise
     engine.workers = workers
     return engine
 
 
 def _work(loading: Loading, port: int, rank: int, size: int, threads: int) -> None:
     """The life of a process that _spawn has started."""
-    os.setpgrp()  # Ctrl-C is for the first process, which then ends this one
+    os.setpgrp()  # what ends the whole group lets the first process finish, which then ends this one
     os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(threads)
     try:

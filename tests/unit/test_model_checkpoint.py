@@ -85,6 +85,16 @@ def cut(name: str) -> Callable[[Path], object]:
     return lambda directory: (directory / name).write_bytes((directory / name).read_bytes()[:-1])
 
 
+def blank(name: str) -> Callable[[Path], object]:
+    """Fill with 255, and write a manifest that agrees with it."""
+
+    def change(directory: Path) -> None:
+        (directory / name).write_bytes(b"\xff" * (directory / name).stat().st_size)
+        write_manifest(directory)
+
+    return change
+
+
 OTHER_MODEL = json.dumps(tiny(num_hidden_layers=5).to_dict())
 
 WIDER_MODEL = json.dumps(tiny(intermediate_size=64).to_dict())
@@ -117,6 +127,7 @@ WIDER_MODEL = json.dumps(tiny(intermediate_size=64).to_dict())
             )
             for files in ("null", '["model.json"]', '{"model.json": {}}', '{"model.json": 3}')
         ),
+        (blank("__0_0.distcp"), r"step-3: its weights are damaged and cannot be read: "),
         (replace("model.json", "{}"), r"model\.json: invalid model configuration"),
         (replace("model.json", OTHER_MODEL), r"lacks the weights layers\.4\.attention\.wo\.weight, .*w13"),
         (
