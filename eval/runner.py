@@ -141,6 +141,10 @@ def _score(
     started = time.perf_counter()
     folder = run.suite_folder(step, suite.name, digest)
     job = Job(Path(facts["path"]), step, folder, machine.device, machine.dtype, machine.processes)
+    if is_run_checkpoint(job.checkpoint):
+        from model.checkpoint import check_files  # imports torch, which what is scored already does without
+
+        check_files(job.checkpoint, hashes=True)
     result = suite.run(job)
     if result.not_run:
         say(f"step {step}: {suite.name} was not run: {result.not_run}")

@@ -162,7 +162,17 @@ def fake_checkpoint(run: Path, step: int) -> Path:
     """A directory that counts as a complete checkpoint, without weights."""
     folder = run / "checkpoints" / f"step-{step}"
     folder.mkdir(parents=True)
-    (folder / "manifest.json").write_text(json.dumps({"format": "laneformer-checkpoint", "step": step}))
+    for name in ("model.json", "tokenizer.model", ".metadata"):
+        (folder / name).write_bytes(b"")
+    return _with_manifest(folder, step)
+
+
+def _with_manifest(folder: Path, step: int) -> Path:
+    files = {
+        file.name: {"bytes": file.stat().st_size, "sha256": sha256_file(file)} for file in folder.iterdir()
+    }
+    manifest = {"format": "laneformer-checkpoint", "version": 1, "step": step, "files": files}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
 
 
@@ -174,9 +184,4 @@ def write_checkpoint(run: Path, step: int, tokenizer: Tokenizer, longest: int = 
     dcp.save(model.state_dict(), checkpoint_id=folder, no_dist=True)
     (folder / "model.json").write_text(json.dumps(model.sizes.to_dict()))
     (folder / "tokenizer.model").write_bytes(tokenizer.path.read_bytes())
-    files = {
-        file.name: {"bytes": file.stat().st_size, "sha256": sha256_file(file)} for file in folder.iterdir()
-    }
-    manifest = {"format": "laneformer-checkpoint", "version": 1, "step": step, "files": files}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    return folder
+    return _with_manifest(folder, step)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import multiprocessing
 from pathlib import Path
 from typing import Any
@@ -142,6 +144,19 @@ def test_a_checkpoint_that_the_run_removes_is_passed_over(tmp_path: Path) -> Non
     suite = Counting(on_run=vanish)
     assert follow(run, [suite], MACHINE, poll=0) == 1
     assert suite.steps == [1, 2]
+
+
+def test_damaged_weights_are_not_scored(tmp_path: Path) -> None:
+    run = run_with(tmp_path / "run", 1)
+    ((_, checkpoint),) = run.complete_checkpoints()
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    (checkpoint / "0.distcp").write_bytes(b"changed")
+    manifest["files"]["0.distcp"] = {"bytes": 7, "sha256": hashlib.sha256(b"as once").hexdigest()}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    suite = Counting()
+    with pytest.raises(ValueError, match="0.distcp is damaged"):
+        follow(run, [suite], MACHINE, poll=0)
+    assert suite.steps == []
 
 
 def test_a_failure_is_not_taken_for_a_removal(tmp_path: Path) -> None:
