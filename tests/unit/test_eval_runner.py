@@ -154,7 +154,7 @@ def test_damaged_weights_are_not_scored(tmp_path: Path) -> None:
     manifest["files"]["0.distcp"] = {"bytes": 7, "sha256": hashlib.sha256(b"as once").hexdigest()}
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     suite = Counting()
-    with pytest.raises(ValueError, match="0.distcp is damaged"):
+    with pytest.raises(ValueError, match=r"0\.distcp is damaged"):
         follow(run, [suite], MACHINE, poll=0)
     assert suite.steps == []
 
