@@ -143,6 +143,10 @@ class Engine:
             on_token=on_token,
         )
 
+    def is_whole(self) -> bool:
+        """Whether the processes that were started here all live. torchrun ends a job itself when one dies."""
+        return all(worker.is_alive() for worker in self.workers)
+
     def follow(self) -> None:
         """Take part in what the first process is asked for, until it closes."""
         while request := _announce(self.control, None):

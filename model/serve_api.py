@@ -39,6 +39,8 @@ class Served:
     template: ChatTemplate | None
     context: int
     vocab_size: int
+    is_whole: Callable[[], bool] = lambda: True
+    """Whether all processes that hold the model are there."""
 
 
 def build_app(queue: OneAtATime, served: Served, api_key: str | None = None) -> FastAPI:
@@ -52,7 +54,7 @@ def build_app(queue: OneAtATime, served: Served, api_key: str | None = None) -> 
 
     @app.get("/health")
     async def health() -> Response:
-        if queue.failure:
+        if queue.failure or not served.is_whole():
             return JSONResponse({"status": "failed"}, 503)
         return JSONResponse({"status": "ok", "busy": queue.busy, "waiting": queue.waiting})
 

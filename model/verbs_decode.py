@@ -79,6 +79,7 @@ def serve(values: dict[str, Any], switches: set[str]) -> None:
             template=ChatTemplate.of_checkpoint(values["checkpoint"], engine.tokenizer),
             context=engine.sizes.max_position_embeddings,
             vocab_size=engine.sizes.vocab_size,
+            is_whole=engine.is_whole,
         )
         serve(engine.generate, served, values["host"], values["port"], values["queue"])
 

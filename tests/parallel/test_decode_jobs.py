@@ -108,8 +108,10 @@ def test_a_lost_process_ends_the_job_by_name(number: int, words: str, four: Engi
 
 def test_a_process_lost_between_requests_is_named_at_the_next(four: Engine) -> None:
     ask(four)
+    assert four.is_whole()
     four.workers[0].kill()
     four.workers[0].join()
+    assert not four.is_whole()
     with pytest.raises(PeerError, match=r"process 1 of 4 .* (has ended|is lost)"):
         ask(four)
 

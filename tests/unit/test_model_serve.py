@@ -9,9 +9,12 @@ from typing import Any
 
 import openai
 import pytest
+from fastapi.testclient import TestClient
 
 from data_mixtures.chat import encode_prompt
 from data_mixtures.tokenizer import Tokenizer as TrainingTokenizer
+from model.serve_api import Served, build_app
+from model.serve_queue import OneAtATime
 from model.text import Tokenizer
 from tests.unit.serve_fixtures import CONTEXT, NAME, Running, Watched, checkpoint_with_template, load, running
 
@@ -375,6 +378,18 @@ def test_a_checkpoint_without_template_completes_only(model: Watched, tokenizer:
         with pytest.raises(openai.BadRequestError, match="tiny has no chat template; use /v1/completions"):
             chat(server)
         assert complete(server).choices
+
+
+def test_health_tells_of_a_lost_process(model: Watched, tokenizer: Tokenizer) -> None:
+    alive = [True]
+    served = Served(NAME, tokenizer, None, CONTEXT, tokenizer.vocab_size, is_whole=lambda: alive[0])
+    with OneAtATime(model, 1) as queue, TestClient(build_app(queue, served)) as client:
+        assert client.get("/health").status_code == 200
+        alive[0] = False
+        assert (client.get("/health").status_code, client.get("/health").json()) == (
+            503,
+            {"status": "failed"},
+        )
 
 
 def test_a_key(model: Watched, tokenizer: Tokenizer) -> None:
