@@ -382,7 +382,14 @@ def test_a_checkpoint_without_template_completes_only(model: Watched, tokenizer:
 
 def test_health_tells_of_a_lost_process(model: Watched, tokenizer: Tokenizer) -> None:
     alive = [True]
-    served = Served(NAME, tokenizer, None, CONTEXT, tokenizer.vocab_size, is_whole=lambda: alive[0])
+    served = Served(
+        name=NAME,
+        tokenizer=tokenizer,
+        template=None,
+        context=CONTEXT,
+        vocab_size=tokenizer.vocab_size,
+        is_whole=lambda: alive[0],
+    )
     with OneAtATime(model, 1) as queue, TestClient(build_app(queue, served)) as client:
         assert client.get("/health").status_code == 200
         alive[0] = False
