@@ -21,8 +21,7 @@ FORMATS = ("F32", "F16", "Q8_0")
 
 def write_gguf(config: LaneformerConfig, form: str, file: Path) -> int:
     """Write the file; returns the bytes of weights that one token reads. form is one of FORMATS."""
-    import gguf
-
+    gguf: Any = importlib.import_module("gguf")
     kind = gguf.GGMLQuantizationType[form]
     width, keys = config.hidden_size, config.num_key_value_heads * config.head_dim
     writer = gguf.GGUFWriter(file, "llama")
@@ -37,7 +36,7 @@ def write_gguf(config: LaneformerConfig, form: str, file: Path) -> int:
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_vocab_size(config.vocab_size)
     writer.add_file_type(gguf.LlamaFileType[{"F32": "ALL_F32"}.get(form, f"MOSTLY_{form}")])
-    _add_tokenizer(writer, config.vocab_size)
+    _add_tokenizer(writer, gguf.TokenType, config.vocab_size)
     random = np.random.default_rng(0)
     read = 0
 
@@ -71,12 +70,8 @@ def write_gguf(config: LaneformerConfig, form: str, file: Path) -> int:
     return read
 
 
-def _add_tokenizer(writer: object, size: int) -> None:
-    """A vocabulary that llama.cpp accepts; no text passes through it."""
-    import gguf
-
-    assert isinstance(writer, gguf.GGUFWriter)
-    kinds = gguf.TokenType
+def _add_tokenizer(writer: Any, kinds: Any, size: int) -> None:
+    """A vocabulary that llama.cpp accepts; no text passes through it. kinds is gguf.TokenType."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
     types = [kinds.UNKNOWN, kinds.CONTROL, kinds.CONTROL, *[kinds.BYTE] * 256]
     tokens += [f"t{i}" for i in range(len(tokens), size)]

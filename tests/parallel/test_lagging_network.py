@@ -10,15 +10,20 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from model.config import LaneformerConfig
+from model.config import LaneformerConfig, load_size
+from model.exchange import SocketExchange
 from model.hf_import import write_checkpoint
 from model.laneformer import build_model
+from model.sockets import connect
+from tests.benchmarks import decode_lanes
 from tests.parallel.test_delayed_tp import BASE
 from tests.unit.eval_fixtures import small_tokenizer
 
@@ -42,13 +47,12 @@ def hosts(tmp_path: Path) -> Iterator[dict[str, str]]:
     subprocess.run([LAG_NET, "down"], env=environment, check=True)
 
 
-def decode(checkpoint: Path, environment: dict[str, str], delay: float) -> dict[str, Any]:
-    """One job over all hosts, packets taking `delay` seconds; what the first process prints."""
+def run(environment: dict[str, str], delay: float, *words: str) -> dict[str, Any]:
+    """One Python program on all hosts, packets taking `delay` seconds; what the first process prints."""
     subprocess.run([LAG_NET, "delay", str(round(delay * 1e6))], env=environment, check=True)
-    words = [f"checkpoint={checkpoint}", "prompt=the", f"max_new_tokens={NEW}", "temperature=1", "--json"]
     ranks = [
         subprocess.Popen(
-            [LAG_NET, "run", str(rank), sys.executable, "-m", "model", "generate", *words],
+            [LAG_NET, "run", str(rank), sys.executable, *words],
             env=environment
             | {
                 "RANK": str(rank),
@@ -80,10 +84,40 @@ def test_a_real_delay_is_hidden(hosts: dict[str, str], tmp_path: Path) -> None:
     model = build_model(LaneformerConfig.from_dict(BASE | change))
     checkpoint = tmp_path / "step-1"
     write_checkpoint(checkpoint, model.sizes, model.state_dict(), tokenizer.path.read_bytes(), {})
-    results = {delay: decode(checkpoint, hosts, delay) for delay in (0.0, 0.001, 0.005)}
+    words = ["-m", "model", "generate", f"checkpoint={checkpoint}", "prompt=the", f"max_new_tokens={NEW}"]
+    results = {d: run(hosts, d, *words, "temperature=1", "--json") for d in (0.0, 0.001, 0.005)}
     assert len({tuple(result["tokens"]) for result in results.values()}) == 1
     seconds = {delay: 1 / result["tokens_per_second"] for delay, result in results.items()}
     print({delay: f"{1e3 * value:.1f} ms a token" for delay, value in seconds.items()})
     # 16 of the 20 partials are awaited, two layers later: 16 / 4 delays one after another at least, and the three
     # exchanges that are waited for at once. A tensor-parallel model waits 20 + 3 times.
     assert seconds[0.005] - seconds[0.0] < 0.005 * (20 + 3) / 2
+
+
+def schedules() -> None:
+    """On every host: milliseconds a token of each schedule, with modules that sleep and with real weights."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store, *_ = next(dist.rendezvous("env://", rank, size))
+    exchange = SocketExchange(connect(store, rank, size, timeout=60))
+    plan = decode_lanes.Plan(load_size("smoke"), (), repeats=3, tokens=10, module_seconds=0.001, real=True)
+    groups = decode_lanes.real_groups(plan.config, exchange)
+    times: dict[str, list[float]] = defaultdict(list)
+    for _ in range(plan.repeats):
+        for name in decode_lanes.SCHEDULES:
+            times[f"sleep {name}"].append(decode_lanes.sleeping_token(exchange, name, plan))
+            times[f"weights {name}"].append(decode_lanes.real_token(groups[name], plan.tokens))
+    exchange.close()
+    if rank == 0:
+        print(json.dumps({name: 1e3 * min(values) for name, values in times.items()}))
+
+
+@pytest.mark.parametrize(("delay", "gain"), [(0.001, 1.3), (0.005, 2.5)])
+def test_waiting_at_once_one_module_late_and_two_layers_late(
+    delay: float, gain: float, hosts: dict[str, str]
+) -> None:
+    """The same weights under tensor parallelism, Ladder and DTP. The bounds leave room for a busy machine."""
+    found = run(hosts, delay, "-c", f"from {__name__} import schedules; schedules()")
+    print(f"{1e3 * delay:g} ms:", {name: f"{value:.1f} ms a token" for name, value in found.items()})
+    for compute in ("sleep", "weights"):
+        assert found[f"{compute} TP"] > gain * found[f"{compute} DTP"]
+        assert found[f"{compute} TP"] > found[f"{compute} Ladder"]
