@@ -36,9 +36,10 @@ IMPORTS = "import sys, time\nfrom pathlib import Path\n"
 def test_nobody_overwrites_anybody(tmp_path: Path) -> None:
     run = write_run(tmp_path)
     with wandb_server() as sent:
-        environment = os.environ | {"WANDB_API_KEY": SECRET, "WANDB_BASE_URL": sent.address}
+        # Not those of W&B: an earlier test may have left its service's address, through which both would go.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+        environment |= {"WANDB_API_KEY": SECRET, "WANDB_BASE_URL": sent.address}
         environment |= {"PYTHONPATH": str(ROOT), "WANDB_ERROR_REPORTING": "false"}
-        del environment["WANDB_MODE"]
 
         def start(code: str) -> subprocess.Popen[bytes]:
             return subprocess.Popen(
