@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 HEADER = struct.Struct("<qd")  # bytes that follow, or -1 - rank of a process that is lost; when it was sent
 GREETING = struct.Struct("<i32s")  # rank, the job's secret
 CONNECT_SECONDS = 120.0
+GRACE_SECONDS = 1.0
 # A large message should fit, so that it is handed over in one call.
 BUFFER_BYTES = 4 << 20
 
@@ -170,6 +171,10 @@ class Mesh:
     def _wait(self, missing: list[int], others: Collection[int], deadline: float | None) -> None:
         """Until a socket of these, or one that has more to send, is ready. Raises PeerError after the deadline."""
         seconds = None if deadline is None else deadline - time.monotonic()
+        if seconds is not None and len(missing) > 1:
+            # Some of them may only be waiting too. Whoever is furthest behind misses nobody but the lost one, and
+            # is left the time to say so.
+            seconds += GRACE_SECONDS
         if seconds is not None and seconds <= 0:
             self.fail(missing[0], f"is late: nothing came from it for {self.timeout:g} s")
         reading = [self.peers[rank].connection for rank in (*missing, *others)]

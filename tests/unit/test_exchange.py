@@ -88,6 +88,26 @@ def test_the_lost_process_is_named_by_all() -> None:
         ours.collect()
 
 
+def test_who_only_waits_is_not_taken_for_late() -> None:
+    """The third one stops after its message has reached one of the two others, which is then a step ahead."""
+    ahead, behind, stopped = (SocketExchange(mesh, delay=0) for mesh in meshes(3, timeout=0.3))
+    for exchange in (ahead, behind):
+        exchange.push(torch.zeros(1))
+    del stopped.mesh.peers[1]  # to the second it sends nothing
+    stopped.push(torch.zeros(1))
+    with ThreadPoolExecutor(2) as pool:
+
+        def step_ahead() -> None:
+            ahead.collect()
+            ahead.push(torch.zeros(1))
+            ahead.mesh.timeout = 0.1  # even if it loses patience first
+            ahead.collect()
+
+        for waiting in [pool.submit(step_ahead), pool.submit(behind.collect)]:
+            with pytest.raises(PeerError, match="process 2 of 3"):
+                waiting.result(10)
+
+
 def test_a_process_that_ends_is_named() -> None:
     ours, theirs = (SocketExchange(mesh) for mesh in meshes(2))
     theirs.push(torch.zeros(3))
