@@ -93,7 +93,7 @@ def test_who_only_waits_is_not_taken_for_late() -> None:
     ahead, behind, stopped = (SocketExchange(mesh, delay=0) for mesh in meshes(3, timeout=0.3))
     for exchange in (ahead, behind):
         exchange.push(torch.zeros(1))
-    del stopped.mesh.peers[1]  # to the second it sends nothing
+    silent = stopped.mesh.peers.pop(1)  # to the second it sends nothing
     stopped.push(torch.zeros(1))
     with ThreadPoolExecutor(2) as pool:
 
@@ -106,6 +106,7 @@ def test_who_only_waits_is_not_taken_for_late() -> None:
         for waiting in [pool.submit(step_ahead), pool.submit(behind.collect)]:
             with pytest.raises(PeerError, match="process 2 of 3"):
                 waiting.result(10)
+    silent.connection.close()
 
 
 def test_a_process_that_ends_is_named() -> None:
