@@ -48,7 +48,7 @@ def check_files(directory: Path, hashes: bool = False) -> None:
         raise CheckpointError(
             f"{directory} is not a complete checkpoint: it has no manifest.json; give a step-N directory"
         )
-    manifest = _read_json(manifest_file)
+    manifest = read_json(manifest_file)
     found = (manifest.get("format"), manifest.get("version"))
     if found != (FORMAT, VERSION):
         raise CheckpointError(f"{manifest_file} has format {found}, this code reads {(FORMAT, VERSION)}")
@@ -95,7 +95,7 @@ def read_architecture(directory: Path) -> LaneformerConfig:
     check_files(directory)
     model_file = directory / "model.json"
     try:
-        return LaneformerConfig.from_dict(_read_json(model_file))
+        return LaneformerConfig.from_dict(read_json(model_file))
     except ValueError as error:
         raise CheckpointError(f"{model_file}: {error}") from None
 
@@ -147,7 +147,10 @@ def _check_weights(directory: Path, config: LaneformerConfig) -> None:
             raise CheckpointError(f"{directory}: {name} has shape {found}, model.json asks for {shape}")
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object of a file. Raises CheckpointError that names the file."""
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:

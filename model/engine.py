@@ -190,18 +190,18 @@ def open_engine(loading: Loading, processes: int = 1) -> Engine | None:
     Part.of(config, 0, max(size, processes))
     if size > 1:
         store, *_ = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=loading.timeout)))
-        engine = _join(loading, store, rank, size)
+        engine = _join(loading, config, store, rank, size)
         if rank == 0:
             return engine
         engine.follow()
         engine.close()
         return None
     if processes > 1:
-        return _spawn(loading, processes)
+        return _spawn(loading, config, processes)
     return Engine(loading.load(config, Alone()), Tokenizer(loading.checkpoint / "tokenizer.model"))
 
 
-def _join(loading: Loading, store: dist.Store, rank: int, size: int) -> Engine:
+def _join(loading: Loading, config: LaneformerConfig, store: dist.Store, rank: int, size: int) -> Engine:
     """This process's engine, connected with the others."""
     control = SocketExchange(connect(store, rank, size, loading.timeout))
     exchange: Exchange = control
@@ -210,11 +210,11 @@ def _join(loading: Loading, store: dist.Store, rank: int, size: int) -> Engine:
         timeout = timedelta(seconds=loading.timeout)
         dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=timeout)
         exchange = GroupExchange()
-    group = loading.load(read_architecture(loading.checkpoint), exchange)
+    group = loading.load(config, exchange)
     return Engine(group, Tokenizer(loading.checkpoint / "tokenizer.model"), control)
 
 
-def _spawn(loading: Loading, size: int) -> Engine:
+def _spawn(loading: Loading, config: LaneformerConfig, size: int) -> Engine:
     """Start all processes but this one, which is the first."""
     if loading.device == "cuda" and torch.cuda.device_count() < size:
         raise ValueError(f"lanes={size} needs as many GPUs; torch sees {torch.cuda.device_count()}")
@@ -223,7 +223,7 @@ def _spawn(loading: Loading, size: int) -> Engine:
     torch.set_num_threads(threads)
     context = multiprocessing.get_context("spawn")
     workers = [
-        context.Process(target=_work, args=(loading, store.port, rank, size, threads), daemon=True)
+        context.Process(target=_work, args=(loading, config, store.port, rank, size, threads), daemon=True)
         for rank in range(1, size)
     ]
     # Ctrl-C is for this process alone: the others are started with it blocked. What multiprocessing starts beside
@@ -236,7 +236,7 @@ def _spawn(loading: Loading, size: int) -> Engine:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     try:
-        engine = _join(loading, store, 0, size)
+        engine = _join(loading, config, store, 0, size)
     except BaseException:
         for worker in workers:
             worker.terminate()
@@ -245,13 +245,13 @@ def _spawn(loading: Loading, size: int) -> Engine:
     return engine
 
 
-def _work(loading: Loading, port: int, rank: int, size: int, threads: int) -> None:
+def _work(loading: Loading, config: LaneformerConfig, port: int, rank: int, size: int, threads: int) -> None:
     """The life of a process that _spawn has started."""
     os.setpgrp()  # what ends the whole group lets the first process finish, which then ends this one
     os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(threads)
     try:
-        engine = _join(loading, dist.TCPStore("127.0.0.1", port, is_master=False), rank, size)
+        engine = _join(loading, config, dist.TCPStore("127.0.0.1", port, is_master=False), rank, size)
         engine.follow()
         engine.close()
     except (PeerError, ValueError, OSError) as error:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from model.checkpoint import FORMAT, VERSION, file_sha256
+from model.checkpoint import FORMAT, VERSION, file_sha256, read_json
 from model.config import LaneformerConfig
 from model.hf import from_released
 from model.hf_config import read_config
@@ -35,7 +35,7 @@ def import_folder(path: Path, out: Path, tokenizer: Path | None = None) -> Path:
     """
     refuse_existing(out)
     weights = read_released(path)
-    content = _read_json(path / "config.json")
+    content = read_json(path / "config.json")
     config = _read_config(path, content, weights)
     _drop_tied_head(path, config, weights)
     try:
@@ -85,7 +85,7 @@ def read_released(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _read_shards(path: Path) -> dict[str, torch.Tensor]:
-    named: dict[str, str] = _read_json(path / INDEX).get("weight_map") or {}
+    named: dict[str, str] = read_json(path / INDEX).get("weight_map") or {}
     weights: dict[str, torch.Tensor] = {}
     for file in sorted(set(named.values())):
         if Path(file).name != file or not file.endswith(".safetensors"):
@@ -153,7 +153,7 @@ def _chat_template(path: Path) -> str | None:
     if own is not None:
         return own
     config = path / "tokenizer_config.json"
-    template = _read_json(config).get("chat_template") if config.is_file() else None
+    template = read_json(config).get("chat_template") if config.is_file() else None
     if template is not None and not isinstance(template, str):
         raise ValueError(f"{config}: chat_template must be one template; several cannot be imported")
     return template
@@ -161,18 +161,6 @@ def _chat_template(path: Path) -> str | None:
 
 def _read_text(file: Path) -> str | None:
     return file.read_text(encoding="utf-8") if file.is_file() else None
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise ValueError(f"{file} is missing")
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} must hold a JSON object")
-    return content
 
 
 def _write_manifest(folder: Path) -> None:

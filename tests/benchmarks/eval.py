@@ -30,8 +30,8 @@ from data_mixtures.tokenizer import Tokenizer, train_tokenizer  # noqa: E402
 from eval.adapter import LaneformerScorer  # noqa: E402
 from eval.core_prompts import DclmRules, Span  # noqa: E402
 from eval.core_tasks import CORE, TaskData, load_task, subset  # noqa: E402
-from model.config import LaneformerConfig  # noqa: E402
 from model.laneformer import Laneformer, build_model  # noqa: E402
+from tests.architectures import architecture  # noqa: E402
 
 TASKS = (
     "hellaswag",
@@ -50,27 +50,14 @@ Scores = list[tuple[float, bool]]
 
 def small_model() -> Laneformer:
     """8M parameters, 2048 tokens of context."""
-    sizes = LaneformerConfig(
+    sizes = architecture(
         vocab_size=32000,
         hidden_size=128,
         num_hidden_layers=6,
-        num_attention_heads=8,
-        num_key_value_heads=4,
         intermediate_size=512,
-        num_lanes=4,
-        broadcast_delay=2,
-        use_early_comm=False,
-        use_attention_comm=True,
-        use_mlp_comm=True,
-        lm_head_type="replicate",
-        pre_norm_lane_agg=False,
-        replicated_rmsn_scale=True,
         sliding_window=1024,
         swa_layers=(0, 1, 2, 3),
-        rope_theta=10000.0,
-        norm_eps=1e-5,
         max_position_embeddings=2048,
-        tie_word_embeddings=False,
     )
     return build_model(sizes).eval()
 
