@@ -44,10 +44,12 @@ USAGE = """usage: python -m launch VERB …
       Its charts: creates or updates the project's W&B workspace where a key is set, and writes the same views as one
       HTML file, RUN-DIRECTORY/dashboard.html; --follow draws that again every minute.
 
-  plan experiment=NAME [key=value …] [tokens_per_second_per_rank=] [save_seconds=10] [recovery_minutes=10] [plot=FILE]
+  plan experiment=NAME [key=value …] [seconds_per_step= | tokens_per_second_per_rank=] [save_seconds=10]
+       [recovery_minutes=10] [plot=FILE]
       Days, disk, the best checkpoint interval and the goodput for several failure rates, in closed form and
       simulated; with plot=, goodput up to 16k GPUs.
-      Also a rank's speed on 8 to 1,024 GPUs, modelled [network_gbytes=45] [nvlink_gbytes=360] [scaling_plot=FILE].
+      Also a rank's speed on 8 to 1,024 GPUs, modelled [network_gbytes=45] [nvlink_gbytes=360] [scaling_plot=FILE]:
+      from seconds_per_step, measured on the configured ranks, or from a speed without waiting for others.
 
   inside a job (launch/lib.sh): prepare key=value …, begin run=, end run= attempt= status= signal= problem=,
       successor run= nodes=

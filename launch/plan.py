@@ -25,6 +25,9 @@ class Assumptions:
     """What the configuration does not say. Given as key=value beside the configuration's own keys."""
 
     tokens_per_second_per_rank: float | None = None  # default: cluster.expected_tokens_per_second_per_rank
+    seconds_per_step: float | None = (
+        None  # instead of it: of a step on the configured ranks, waiting included
+    )
     save_seconds: float = 10.0  # that a save blocks training
     recovery_minutes: float = 10.0  # from a failure to the first new step, without a person
     plot: str | None = None  # also draw goodput over the number of GPUs into this file
@@ -55,11 +58,12 @@ def plan(words: Sequence[str], console: Console) -> int:
     """Print what the run needs and what interruptions cost it."""
     assumed, rest = Assumptions.split(words)
     config = compose(rest)
-    speed = assumed.tokens_per_second_per_rank or config.cluster.expected_tokens_per_second_per_rank
-    if speed is None:
-        raise ConfigError(
-            ["how fast is a rank? give tokens_per_second_per_rank= (or set the cluster's expected speed)"]
-        )
+    links = scaling.Links(
+        network=assumed.network_gbytes * 1e9,
+        nvlink=assumed.nvlink_gbytes * 1e9,
+        gpus_per_node=config.cluster.ranks_per_node,
+    )
+    speed, alone = speeds(config, assumed, links)
     seconds_per_step = config.tokens_per_step / (speed * config.cluster.ranks)
     work = seconds_per_step * config.steps
     for key, value in facts(config, speed, work, assumed).items():
@@ -69,21 +73,40 @@ def plan(words: Sequence[str], console: Console) -> int:
     if assumed.plot:
         draw(Path(assumed.plot), config, seconds_per_step, assumed)
         console.print(f"\ngoodput over the number of GPUs: {assumed.plot}")
-    links = scaling.Links(
-        network=assumed.network_gbytes * 1e9,
-        nvlink=assumed.nvlink_gbytes * 1e9,
-        gpus_per_node=config.cluster.ranks_per_node,
-    )
     console.print(
-        f"\ntokens/s of a rank that computes {speed:,.0f} without waiting, by the sequences it takes at a time "
+        f"\ntokens/s of a rank that computes {alone:,.0f} without waiting, by the sequences it takes at a time "
         f"(modelled: {assumed.nvlink_gbytes:g} GB/s in a node, {assumed.network_gbytes:g} between nodes)",
         highlight=False,
     )
-    console.print(scaling.table(config, speed, links))
+    console.print(scaling.table(config, alone, links))
     if assumed.scaling_plot:
-        scaling.draw(Path(assumed.scaling_plot), config, speed, links)
+        scaling.draw(Path(assumed.scaling_plot), config, alone, links)
         console.print(f"\nspeed over the number of GPUs: {assumed.scaling_plot}")
     return 0
+
+
+def speeds(config: RunConfig, assumed: Assumptions, links: scaling.Links) -> tuple[float, float]:
+    """Tokens per second of a rank as configured, and what it would compute without waiting for others.
+
+    A measured step tells them apart. An assumed speed serves as both.
+    """
+    given, seconds = assumed.tokens_per_second_per_rank, assumed.seconds_per_step
+    if seconds is None:
+        speed = given or config.cluster.expected_tokens_per_second_per_rank
+        if speed is None:
+            how = "seconds_per_step= as measured, or tokens_per_second_per_rank="
+            raise ConfigError([f"how fast is a rank? give {how} (or set the cluster's expected speed)"])
+        return speed, speed
+    if given is not None:
+        raise ConfigError(
+            [f"seconds_per_step={seconds:g} and tokens_per_second_per_rank={given:g} say the same: give one"]
+        )
+    ranks = config.cluster.ranks
+    speed, shard = config.tokens_per_step / (seconds * ranks), ranks // config.parallel.replicate
+    try:
+        return speed, scaling.without_waiting(config, ranks, shard, speed, links)
+    except ValueError as error:
+        raise ConfigError([f"seconds_per_step={seconds:g}: {error}"]) from error
 
 
 def facts(config: RunConfig, speed: float, work: float, assumed: Assumptions) -> dict[str, str]:

@@ -13,8 +13,10 @@ the speed of a GPU's network port. A layer's communication hides behind the comp
 layer that follows and the reduction of the one before; what takes longer than that computation, the first gather and
 the last reduction are waited for.
 
-Computation is split evenly over the layers, a third of it forward. Left out: slow ranks, contention between rings,
-the reduction of the loss, saves. tests/unit/test_launch_scaling.py holds the volumes against what runs exchange.
+Computation and weights are split evenly over the layers, and embedding and head count as one more; a third of the
+computation is forward. Left out: slow ranks, contention between rings, copies into and out of what is exchanged, the
+reduction of the loss, saves. tests/unit/test_launch_scaling.py holds the volumes against what runs exchange, and
+tests/benchmarks/scaling.py the speed against steps on 1, 2 and 4 ranks, which can show it for a CPU alone.
 """
 
 from __future__ import annotations
@@ -68,13 +70,20 @@ def ring(size: float, ranks: int, links: Links, within_node: bool) -> float:
 
 
 def speed(
-    config: RunConfig, ranks: int, shard: int, alone: float, links: Links, sequences: int | None = None
+    config: RunConfig,
+    ranks: int,
+    shard: int,
+    alone: float,
+    links: Links,
+    sequences: int | None = None,
+    overlap: bool = True,
 ) -> float:
     """Tokens per second of one of `ranks` ranks that would compute `alone` tokens per second without waiting.
 
-    `sequences` are those of a micro-batch; None: as configured.
+    `sequences` are those of a micro-batch; None: as configured. Without `overlap` all communication is waited for, as
+    it is on the CPU.
     """
-    layers, moved = config.model.num_hidden_layers, volume(config, shard)
+    layers, moved = config.model.num_hidden_layers + 1, volume(config, shard)
     tokens = (sequences or config.train.local_batch_size) * config.train.seq_len
     forward = tokens / alone / 3 / layers
     near = shard <= links.gpus_per_node
@@ -85,9 +94,32 @@ def speed(
         reduce += 2 * ring(
             moved.replicate / layers, replicas, links, within_node=ranks <= links.gpus_per_node
         )
+    if not overlap:
+        return tokens / (tokens / alone + layers * (2 * gather + reduce))
     seconds = gather + (layers - 1) * max(forward, gather) + forward
     seconds += (layers - 1) * max(2 * forward, gather + reduce) + 2 * forward + reduce
     return tokens / seconds
+
+
+def without_waiting(config: RunConfig, ranks: int, shard: int, measured: float, links: Links) -> float:
+    """What a rank would compute alone that reached `measured` tokens per second on `ranks` ranks: `speed` inverted.
+
+    Raises ValueError where the links do not allow what was measured.
+    """
+    most = speed(config, ranks, shard, 1e30, links)
+    if measured >= most:
+        raise ValueError(
+            f"{measured:,.0f} tokens/s a rank were measured on {ranks:,} ranks, but the links allow {most:,.0f} at "
+            "most: give what they reach by network_gbytes= and nvlink_gbytes="
+        )
+    low, high = 0.0, 1 / measured  # seconds a token
+    for _ in range(60):
+        middle = (low + high) / 2
+        if speed(config, ranks, shard, 1 / middle, links) > measured:
+            low = middle
+        else:
+            high = middle
+    return 1 / high
 
 
 def layouts(config: RunConfig, alone: float, links: Links, sequences: int) -> list[tuple[int, float, float]]:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from launch.cli import main
-from launch.scaling import Links, ring, speed, volume
+from launch.scaling import Links, ring, speed, volume, without_waiting
+from tests.benchmarks import scaling as bench
 from tests.runs import train
 from tests.tiny import tiny_config
 from train.config import RunConfig, compose
@@ -82,6 +83,76 @@ def test_more_gpus_are_never_faster_each_and_copies_in_nodes_help() -> None:
     assert nodes == sorted(nodes, reverse=True)
     assert all(a >= b for a, b in zip(nodes, flat, strict=True))
     assert speed(PHASE1, 192, 192, 27000, links, sequences=8) > flat[2]
+
+
+def test_communication_that_nothing_hides() -> None:
+    """Of a micro-batch: its computation, and all its bytes and ring steps."""
+    links = Links(nvlink=1e9, network=1e9, latency=1e-3)
+    moved, layers = volume(PHASE1, 4), PHASE1.model.num_hidden_layers + 1
+    seconds = (moved.gather + moved.reduce) * 3 / 4 / 1e9 + 3 * layers * 3 * 1e-3
+    expected = 2 * 4096 / (2 * 4096 / 27000 + seconds)
+    assert speed(PHASE1, 4, 4, 27000, links, overlap=False) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("ranks", "shard"), [(192, 192), (192, 8), (8, 8)])
+def test_a_measured_speed_tells_the_one_without_waiting(ranks: int, shard: int) -> None:
+    measured = speed(PHASE1, ranks, shard, 27000, Links())
+    assert measured < 27000
+    assert without_waiting(PHASE1, ranks, shard, measured, Links()) == pytest.approx(27000)
+
+
+def test_a_measured_step(capsys: pytest.CaptureFixture[str]) -> None:
+    """1.4 s on 192 ranks are 17,554 tokens/s each; the table says the same of the configured layout."""
+    assert main(["plan", "experiment=phase1", "seconds_per_step=1.4"]) == 0
+    out = capsys.readouterr().out
+    assert "17,554 tokens/s a rank, 3.37M in all" in out
+    (row,) = [line for line in out.splitlines() if line.startswith("192 ")]
+    assert row.split()[1] == "17,554"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["seconds_per_step=0.9"], "seconds_per_step=0.9: 27,307 tokens/s a rank were measured on 192 ranks"),
+        (["seconds_per_step=1.4", "tokens_per_second_per_rank=17000"], "say the same: give one"),
+    ],
+)
+def test_steps_that_cannot_be(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "experiment=phase1", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_benchmark_by_hand() -> None:
+    """Links, both predictions and the error from times that are made up."""
+    config = bench.configuration(quick=True)
+    layers, bytes_ = config.model.num_hidden_layers + 1, 4 * config.model.num_parameters()
+    times = {"forward_backward": 0.5, "optimizer": 0.2, "step": 0.8}
+    times |= {"gather": 0.010, "reduce": 0.022, "small_gather": 0.002, "small_reduce": 0.005}
+    links = bench.links_of(times, 4, size=4000)
+    assert links.latency == pytest.approx(0.001)  # a mean of 0.003 over three ring steps
+    assert ring(4000, 4, links, within_node=True) == pytest.approx(0.014)
+    row = bench.summarise(config, 4, 2, [times])
+    tokens = 2 * bench.SEQUENCE
+    assert row["alone"] == pytest.approx(tokens / 0.55)
+    assert row["measured"] == pytest.approx(tokens / 0.8)
+    kept = 4 * config.model.hidden_size * (config.model.vocab_size + 1)  # bytes that are gathered once
+    beyond_latency = layers * 3 * (0.014 - 0.003) * (3 * bytes_ - kept) / (3 * bytes_)
+    exchange = layers * 3 * 0.003 + beyond_latency
+    assert row["communication_seconds"] == pytest.approx(exchange, rel=1e-4)
+    assert row["waited_error"] == pytest.approx(0.8 / (0.55 + exchange) - 1, rel=1e-3)
+    assert row["waited"] < row["hidden"] < row["alone"]
+
+
+def test_the_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rows.json"
+    rows = bench.main(["--quick", "--json", str(file)])
+    assert json.loads(file.read_text()) == rows
+    one, two = rows
+    assert (one["ranks"], two["ranks"]) == (1, 2)
+    assert one["communication_seconds"] == pytest.approx(0, abs=1e-9)
+    assert one["hidden"] == pytest.approx(one["alone"])
+    assert two["communication_seconds"] > 0
+    assert "| 2 | 1 |" in capsys.readouterr().out
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
