@@ -79,9 +79,17 @@ class RunConfig:
         return math.ceil(self.optim.decay_tokens / self.tokens_per_step)
 
     @property
+    def optimizer_bytes(self) -> int:
+        """Of all ranks together, float32: AdamW's two moments, and of what Muon takes its momentum alone."""
+        both = 8 * self.model.num_parameters()
+        if self.optim.name == "adamw":
+            return both
+        return both - 4 * self.model.num_hidden_layers * self.model._block_matmul_weights()
+
+    @property
     def checkpoint_bytes(self) -> int:
-        """float32 weights and AdamW's two moments; the rest of a checkpoint is small beside them."""
-        return self.model.num_parameters() * 12
+        """float32 weights and the optimizer's state; the rest of a checkpoint is small beside them."""
+        return 4 * self.model.num_parameters() + self.optimizer_bytes
 
     @property
     def most_checkpoints(self) -> int:

@@ -73,6 +73,7 @@ def prepare_torchtitan(device: str) -> None:
     if device == "cpu":
         titan_utils.device_type = "cpu"
         titan_utils.device_module = CpuDeviceModule  # pyright: ignore[reportAttributeAccessIssue]
+        _let_muon_use_the_cpu()
     elif not torch.cuda.is_available():
         raise RuntimeError(
             "cluster.device=cuda but torch sees no GPU on this node: use cluster=local for CPU"
@@ -82,3 +83,18 @@ def prepare_torchtitan(device: str) -> None:
         torch.distributed.set_timeout = (  # pyright: ignore[reportAttributeAccessIssue]
             torch.distributed.distributed_c10d._set_pg_timeout
         )
+
+
+def _let_muon_use_the_cpu() -> None:
+    """torchtitan's Muon refuses all but CUDA, though torch.cpu has the streams and events that it needs, as no-ops."""
+    from torchtitan.distributed.flex_shard.dist_muon import DistMuon
+
+    DistMuon._validate_parameter_storage = lambda self: torch.device("cpu")
+    torch.cpu.Stream = _CpuStream
+
+
+class _CpuStream(torch.cpu.Stream):
+    """torch.cpu.Stream, which takes no device, with the arguments of the other devices' streams."""
+
+    def __init__(self, device: torch.device | None = None, priority: int = -1):
+        super().__init__(priority)

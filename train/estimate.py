@@ -3,7 +3,7 @@
 What lives all the time, for P parameters spread over `shard` ranks (FSDP2; HSDP's groups hold copies):
 
     weights       4·P / shard    float32, the optimizer's
-    moments       8·P / shard    AdamW's two, float32
+    moments       8·P / shard    AdamW's two, float32; of the layers' matrices with Muon one, 4·P / shard
     gradients     4·P / shard    float32, from a layer's backward pass to the optimizer step
 
 What lives for one micro-batch of T = B·S tokens, with elements of e bytes (2 in bfloat16), comes from what autograd
@@ -64,7 +64,7 @@ def told(config: RunConfig, *, as_json: bool = False) -> str:
     unit, size = ("GiB", 2**30) if found.peak >= 2**30 else ("MiB", 2**20)
     rows = {
         "weights, float32": found.weights,
-        "AdamW's moments, float32": found.optimizer,
+        "the optimizer's state, float32": found.optimizer,
         "gradients, float32": found.gradients,
         "kept for the backward pass": found.activations,
         "peak": found.peak,
@@ -99,6 +99,7 @@ class _Run:
     policy: str
     chunks: int
     accumulates: bool
+    muon: bool
 
     @property
     def wide(self) -> int:
@@ -122,10 +123,11 @@ def estimate(config: RunConfig) -> Estimate:
         fused=parallel.kernels == "triton" or (parallel.kernels == "auto" and cuda),
         policy=parallel.activation_checkpoint,
         chunks=parallel.loss_chunks,
+        muon=config.optim.name == "muon",
         accumulates=train.global_batch_size > train.local_batch_size * cluster.ranks,
     )
     parameters = config.model.num_parameters()
-    weights, moments = 4 * parameters // run.shard, 8 * parameters // run.shard
+    weights, moments = 4 * parameters // run.shard, config.optimizer_bytes // run.shard
     sizes = run.sizes
     rotary = 4 * sizes.max_position_embeddings * sizes.head_dim
     resident = weights + moments + rotary + _batch_bytes(run)
@@ -163,7 +165,7 @@ def _moments(run: _Run, all_gradients: int) -> dict[str, int]:
         + _kept_at_end(run)
         + gathered_head
         + max(kept, working),
-        "optimizer step": all_gradients,
+        "optimizer step": all_gradients + (_muon_bytes(run) if run.muon else 0),
     }
     norm = "plain" if not (run.compiled or run.fused) else "fused"
     segment = segment_length(run.policy)
@@ -181,6 +183,12 @@ def _moments(run: _Run, all_gradients: int) -> dict[str, int]:
             + parameters
         )
     return moments
+
+
+def _muon_bytes(run: _Run) -> int:
+    """Copies of its weights at logged steps (train/lanes.py), and two layers' matrices on their way between ranks."""
+    layer = 4 * run.sizes._block_matmul_weights() // run.shard
+    return run.sizes.num_hidden_layers * layer + 2 * 2 * layer
 
 
 def _head_parameters(sizes: LaneformerConfig) -> int:

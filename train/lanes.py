@@ -7,9 +7,9 @@ A lane that dies has a gradient and an update near zero; one that dominates has 
     lanes/l/update_ratio     norm of what the optimizer step added to them over their norm before it
     lanes/l/residual_share   its part of the squared norm of the residual streams that enter the final norm
 
-The update is computed from AdamW's moments after the step, so no copy of the weights is kept. Every number is a sum
-over rows or tokens; ranks add up their shards' sums in one reduction of 4·L numbers. Steps that are not logged do none
-of it. A model of one lane has no such metrics.
+AdamW's update is computed from its moments after the step, so that no copy of the weights is kept; those that Muon
+updates are copied at logged steps. Every number is a sum over rows or tokens; ranks add up their shards' sums in one
+reduction of 4·L numbers. Steps that are not logged do none of it. A model of one lane has no such metrics.
 
 Shapes: L lanes, T tokens, D hidden width.
 """
@@ -39,6 +39,7 @@ class LaneMetrics:
         self.lanes = model.sizes.num_lanes
         self.weights = [module.weight for module in model.modules() if isinstance(module, LaneLinear)]
         self.recording = False
+        self.copies: dict[nn.Parameter, torch.Tensor] = {}
         self.sums_4L = torch.zeros(4, self.lanes, dtype=torch.float64, device=device)
         last = list(model.layers.values())[-1]
         last.register_forward_hook(self._residual, prepend=True)  # pyright: ignore[reportAttributeAccessIssue]
@@ -55,10 +56,13 @@ class LaneMetrics:
             self.sums_4L[RESIDUAL] += (streams_LTD.float() ** 2).sum((1, 2)).double()
 
     @torch.no_grad()
-    def gradients(self) -> None:
+    def gradients(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Call when the gradients are complete and not yet clipped."""
         if not self.recording:
             return
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        without_moments = {weight for group in groups if "betas" not in group for weight in group["params"]}
+        self.copies = {w: _local(w).clone() for w in self.weights if w in without_moments}
         for weight in self.weights:
             if weight.grad is not None:
                 self._add(GRADIENTS, weight, _local(weight.grad))
@@ -72,7 +76,11 @@ class LaneMetrics:
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 for weight in ours.intersection(group["params"]):
-                    before, update = adamw_update(weight, group, optimizer.state[weight])
+                    if weight in self.copies:
+                        before = self.copies.pop(weight)
+                        update = _local(weight) - before
+                    else:
+                        before, update = adamw_update(weight, group, optimizer.state[weight])
                     self._add(WEIGHTS, weight, before)
                     self._add(UPDATES, weight, update)
 
@@ -88,7 +96,8 @@ class LaneMetrics:
         row = {}
         for lane in range(self.lanes):
             row[f"lanes/{lane}/grad_norm"] = math.sqrt(sums[GRADIENTS][lane])
-            row[f"lanes/{lane}/update_ratio"] = math.sqrt(sums[UPDATES][lane] / sums[WEIGHTS][lane])
+            weights = max(sums[WEIGHTS][lane], 1e-30)  # not by 0, should a lane's weights be
+            row[f"lanes/{lane}/update_ratio"] = math.sqrt(sums[UPDATES][lane] / weights)
             row[f"lanes/{lane}/residual_share"] = sums[RESIDUAL][lane] / total
         return row
 

@@ -17,8 +17,10 @@ def _require(owner: str, checks: list[tuple[bool, str]]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW with a warm-up–stable–decay learning rate (WSD, https://arxiv.org/abs/2404.06395)."""
+    """AdamW or Muon with a warm-up–stable–decay learning rate (WSD, https://arxiv.org/abs/2404.06395)."""
 
+    # muon: orthogonal updates (https://arxiv.org/abs/2502.16982) for the layers' matrices, AdamW for the rest.
+    name: Literal["adamw", "muon"] = "adamw"
     lr: float
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
@@ -15,9 +16,11 @@ from torchtitan.config.configs import (
     ParallelismConfig,
     TrainingConfig,
 )
+from torchtitan.distributed.flex_shard.optimizer_reshard import BlockShard, BucketConfig, ComputeLayout
 from torchtitan.trainer import Trainer
 
 from data_mixtures.chat import JINJA_TEMPLATE
+from model.config import LaneformerConfig
 from model.titan_spec import model_spec
 from train.checkpoint import RunCheckpointer
 from train.config import RunConfig, load_resolved
@@ -28,6 +31,7 @@ from train.run_dir import RunDir, write_atomic
 from train.validate import SourceValidator
 
 DECAY_GROUPS = {"norms": "norm", "embeddings": "tok_embeddings"}  # parts of parameters' names
+MATRICES = r"\.(wqkv|wo|w13|w2)\."  # the parameters that Muon takes
 
 
 def trainer_config(config: RunConfig, run: RunDir, init_from: Path | None) -> Trainer.Config:
@@ -140,19 +144,59 @@ def chain_name(config: RunConfig) -> str:
 
 
 def optimizer(config: RunConfig) -> OptimizersContainer.Config:
-    """AdamW, without weight decay on the kinds of parameters in optim.no_decay.
+    """AdamW, or Muon for the layers' matrices and AdamW for the rest.
 
-    A tied embedding is one matrix with the head and goes by the embedding's name.
+    There is no weight decay on the kinds of parameters in optim.no_decay. A tied embedding is one matrix with the head
+    and goes by the embedding's name.
     """
     optim = config.optim
-    shared = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
+    adamw = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
 
     def group(pattern: str, weight_decay: float) -> ParamGroupConfig:
-        kwargs = {**shared, "weight_decay": weight_decay}
+        kwargs = {**adamw, "weight_decay": weight_decay}
         return ParamGroupConfig(pattern=pattern, optimizer_name="AdamW", optimizer_kwargs=kwargs)
 
     exempt = [group(DECAY_GROUPS[kind], 0.0) for kind in optim.no_decay]
-    return OptimizersContainer.Config(param_groups=[*exempt, group(".*", optim.weight_decay)])
+    muon = optim.name == "muon"
+    none_left = muon and config.model.tie_word_embeddings and len(exempt) == len(DECAY_GROUPS)
+    groups = exempt if none_left else [*exempt, group(".*", optim.weight_decay)]  # each must have parameters
+    if not muon:
+        return OptimizersContainer.Config(param_groups=groups)
+    kwargs = {
+        "lr": optim.lr,
+        "weight_decay": optim.weight_decay,
+        "adjust_lr_fn": "match_rms_adamw",  # updates as large as AdamW's, whatever a matrix's shape
+        "fused": False,
+    }
+    matrices = ParamGroupConfig(pattern=MATRICES, optimizer_name="DistMuon", optimizer_kwargs=kwargs)
+    return OptimizersContainer.Config(
+        param_groups=[matrices, *groups],
+        optimizer_factory_kwargs_by_name={"DistMuon": muon_matrices(config.model)},
+    )
+
+
+def muon_matrices(sizes: LaneformerConfig) -> dict[str, Any]:
+    """Which rows of the layers' weights are a matrix of their own, whose update Muon makes orthogonal by itself.
+
+    A weight (L·O, I) stacks the lanes' maps: in wqkv those of a lane's query, key and value heads, (E, D) each; in w13
+    a lane's w1 and w3; in wo and w2 one of each lane. A rank computes whole matrices, and ranks exchange rows where
+    their shards cut one; on a GPU one layer's exchange runs while another's matrices are computed.
+    """
+    rows = {
+        "attention.wqkv": sizes.head_dim,
+        "attention.wo": sizes.hidden_size,
+        "feed_forward.w13": sizes.intermediate_size // sizes.num_lanes,
+        "feed_forward.w2": sizes.hidden_size,
+    }
+    layers = range(sizes.num_hidden_layers)
+    return {
+        "compute_sharding_by_fqn": {
+            f"layers.{layer}.{name}.weight": ComputeLayout({"fsdp": BlockShard(0, height)})
+            for layer in layers
+            for name, height in rows.items()
+        },
+        "bucket_configs": [BucketConfig((f"layers.{layer}.*",), name=f"layer {layer}") for layer in layers],
+    }
 
 
 def lr_scheduler(config: RunConfig) -> LRSchedulersContainer.Config:

@@ -121,7 +121,7 @@ class LaneformerTrainer(Trainer):
         loss, requests = self._reduce_tally(tally_2K, rows_K)
         problem, grad_norm = self.bad_steps.judge(loss), float("nan")
         if problem is None:
-            self.lanes.gradients()
+            self.lanes.gradients(self.optimizers)
             grad_norm = float(
                 dist_utils.clip_grad_norm_(self.parameters, self.config.training.max_norm, foreach=True)
             )

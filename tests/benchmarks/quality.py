@@ -1,11 +1,14 @@
 """What the delay costs in quality: held-out loss after equal tokens of equal data, at the smoke size.
 
     python tests/benchmarks/quality.py [--tokens 163840] [--seeds 0 1 2] [--json FILE] [--plot FILE]
+    python tests/benchmarks/quality.py --optimizers [--tokens 163840] [--seeds 0 1 2] [--json FILE]
 
 Trains, one run after another and each in the pipeline's own trainer: the lane model with delays of 0 to 3 layers,
 those with a delay with and without early communication, and the dense twin. A seed sets the initial weights and the
 order of the data; variants of one seed read the same sequences. Runs that are done are not run again, and one that
-was cut off goes on. `python -m data_mixtures smoke root=data/smoke` prepares the data.
+was cut off goes on. --optimizers compares AdamW and Muon instead, on the lane model with a delay of 2: each at the
+learning rate that gives it the lowest loss of the first seed. `python -m data_mixtures smoke root=data/smoke` prepares
+the data.
 
 The loss is that on held-out text of the three sources, weighted as the mixture is, in nats per token. Differences
 are taken between runs of one seed, and their interval is Student's t over the seeds (95 %): it covers the luck of
@@ -18,7 +21,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,15 @@ from train.run_dir import RunDir  # noqa: E402
 BATCH, SEQUENCE = 4, 256
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # by number of seeds
 BASE = "delay 0"
+DELAYS = {
+    "over_delay_0": BASE,
+    "over_dense": "dense",
+}  # what a row's differences are taken from, by their name
+OPTIMIZERS = {"over_adamw": "adamw"}
+RATES = {
+    "adamw": (1.5e-3, 3e-3, 4.5e-3, 6e-3, 1.2e-2),
+    "muon": (3e-3, 4.5e-3, 6e-3, 8e-3, 1.2e-2),
+}
 
 
 @dataclass(frozen=True)
@@ -57,6 +69,12 @@ def variants() -> list[Variant]:
                 )
             )
     return found
+
+
+def optimizer_variant(name: str, rate: float) -> Variant:
+    """The lane model with a delay of 2 layers, trained by one optimizer at one learning rate."""
+    words = ("model.broadcast_delay=2", "model.use_early_comm=false", f"optim={name}", f"optim.lr={rate}")
+    return Variant(f"{name} {rate:g}", words)
 
 
 def configuration(variant: Variant, seed: int, tokens: int, runs: Path, extra: Sequence[str]) -> RunConfig:
@@ -99,12 +117,12 @@ def interval(values: Sequence[float]) -> float | None:
     return T_95[len(values)] * statistics.stdev(values) / len(values) ** 0.5
 
 
-def summarise(losses: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """One row a variant, with its differences from delay 0 and the dense twin; losses hold one value for each seed."""
+def summarise(losses: dict[str, list[float]], bases: Mapping[str, str] = DELAYS) -> list[dict[str, Any]]:
+    """One row a variant, with its differences from each of `bases`; losses hold one value for each seed."""
     rows = []
     for name, values in losses.items():
         row: dict[str, Any] = {"variant": name, "loss": statistics.mean(values), "losses": values}
-        for key, base in (("over_delay_0", BASE), ("over_dense", "dense")):
+        for key, base in bases.items():
             differences = [a - b for a, b in zip(values, losses[base], strict=True)]
             row[key] = statistics.mean(differences)
             row[f"{key}_interval"] = interval(differences)
@@ -112,16 +130,16 @@ def summarise(losses: dict[str, list[float]]) -> list[dict[str, Any]]:
     return rows
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
+def print_table(rows: list[dict[str, Any]], bases: Mapping[str, str]) -> None:
     def difference(row: dict[str, Any], key: str) -> str:
         half = row[f"{key}_interval"]
         return f"{row[key]:+.4f}" + (f" ± {half:.4f}" if half is not None else "")
 
-    print("| variant | held-out loss | over delay 0 | over dense | each seed |\n|---|---|---|---|---|")
+    titles = ["variant", "held-out loss", *(key.replace("_", " ") for key in bases), "each seed"]
+    print(f"| {' | '.join(titles)} |\n{'|---' * len(titles)}|")
     for row in rows:
         seeds = ", ".join(f"{value:.4f}" for value in row["losses"])
-        cells = [row["variant"], f"{row['loss']:.4f}"]
-        cells += [difference(row, "over_delay_0"), difference(row, "over_dense"), seeds]
+        cells = [row["variant"], f"{row['loss']:.4f}", *(difference(row, key) for key in bases), seeds]
         print("| " + " | ".join(cells) + " |")
 
 
@@ -148,30 +166,54 @@ def draw(rows: list[dict[str, Any]], title: str, file: Path) -> None:
     figure.savefig(file, dpi=110)
 
 
+def compare_optimizers(loss: Callable[[Variant, int], float], seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """One row an optimizer, at its best learning rate of the first seed; prints the losses by learning rate."""
+    first, *others = seeds
+    losses, chosen = {}, {}
+    for name, rates in RATES.items():
+        found = {rate: loss(optimizer_variant(name, rate), first) for rate in rates}
+        print(
+            f"{name}, seed {first}: " + ", ".join(f"{value:.4f} at {rate:g}" for rate, value in found.items())
+        )
+        best = chosen[name] = min(found, key=lambda rate: found[rate])
+        losses[name] = [found[best], *(loss(optimizer_variant(name, best), seed) for seed in others)]
+    rows = summarise(losses, OPTIMIZERS)
+    return [{**row, "learning_rate": chosen[row["variant"]]} for row in rows]
+
+
 def main(arguments: Sequence[str] | None = None, extra: Sequence[str] = ()) -> list[dict[str, Any]]:
     """`extra` are overrides of every run, for a test's smaller ones."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--optimizers", action="store_true", help="AdamW and Muon, not delays")
     parser.add_argument("--tokens", type=int, default=163_840, help="of each run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "quality")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--plot", type=Path, help="of the delays")
     options = parser.parse_args(arguments)
-    losses: dict[str, list[float]] = {variant.name: [] for variant in variants()}
-    for seed in options.seeds:
-        for variant in variants():
-            config = configuration(variant, seed, options.tokens, options.runs / str(options.tokens), extra)
-            if not RunDir(Path(config.runs) / config.name).done:
-                train(config)
-            losses[variant.name].append(held_out_loss(config))
-            print(f"{variant.name}, seed {seed}: {losses[variant.name][-1]:.4f}", file=sys.stderr, flush=True)
-    rows = summarise(losses)
-    print_table(rows)
+
+    def loss(variant: Variant, seed: int) -> float:
+        config = configuration(variant, seed, options.tokens, options.runs / str(options.tokens), extra)
+        if not RunDir(Path(config.runs) / config.name).done:
+            train(config)
+        found = held_out_loss(config)
+        print(f"{variant.name}, seed {seed}: {found:.4f}", file=sys.stderr, flush=True)
+        return found
+
+    if options.optimizers:
+        rows, bases = compare_optimizers(loss, options.seeds), OPTIMIZERS
+    else:
+        losses = {variant.name: [] for variant in variants()}
+        for seed in options.seeds:
+            for variant in variants():
+                losses[variant.name].append(loss(variant, seed))
+        rows, bases = summarise(losses), DELAYS
+    print_table(rows, bases)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    if options.plot:
+    if options.plot and not options.optimizers:
         title = f"{options.tokens:,} tokens a run, {len(options.seeds)} seeds, smoke size"
         draw(rows, title, options.plot)
     return rows

@@ -28,15 +28,15 @@ def step(
     metrics.begin(recording)
     optimizer.zero_grad()
     row_losses(model(tokens), tokens)[1].sum().backward()
-    metrics.gradients()
+    metrics.gradients([optimizer])
     optimizer.step()
     metrics.updates([optimizer])
     return metrics.row()
 
 
-@pytest.fixture
-def trained() -> tuple[Laneformer, LaneMetrics, torch.optim.Optimizer]:
-    """Three steps on, with two weight decays, so that AdamW's moments are under way."""
+@pytest.fixture(params=["AdamW", "Muon"])
+def trained(request: pytest.FixtureRequest) -> tuple[Laneformer, LaneMetrics, torch.optim.Optimizer]:
+    """Three steps on, with two weight decays, so that AdamW's moments are under way; or by Muon."""
     torch.manual_seed(0)
     model = build_model(SIZES)
     metrics = LaneMetrics(model, torch.device("cpu"))
@@ -45,7 +45,11 @@ def trained() -> tuple[Laneformer, LaneMetrics, torch.optim.Optimizer]:
         {"params": decayed[::2], "weight_decay": 0.3},
         {"params": [p for p in model.parameters() if not any(p is q for q in decayed[::2])]},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.95), weight_decay=0.1, fused=True)
+    optimizer: torch.optim.Optimizer
+    if request.param == "AdamW":
+        optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.95), weight_decay=0.1, fused=True)
+    else:
+        optimizer = torch.optim.Muon(metrics.weights, lr=1e-2)
     for _ in range(3):
         assert step(model, metrics, optimizer, recording=False) == {}
     return model, metrics, optimizer
