@@ -24,9 +24,9 @@ from torchtitan.models.common.attention import BaseAttention, FlexAttention
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.protocols.module import Module
 
+from model.add_norm_linear import add_norm_linear
 from model.config import Exchange, LaneformerConfig
 from model.float8 import float8_lane_matmul
-from model.kernels.lane_norm import lane_add_norm
 from model.lanes import heads_first, increment, lane_matmul, lanes_first, rms_norm, rotate
 from model.masks import Mask
 from model.recompute import recomputed
@@ -82,7 +82,7 @@ def _norm(sizes: LaneformerConfig) -> LaneNorm:
 
 
 class MaskedAttention(FlexAttention):
-    """Attention under a mask: flex for a BlockMask, else fused attention with a boolean (B, 1, S, S).
+    """Attention under a mask: flex for a BlockMask, else fused attention with a tensor (B, 1, S, S).
 
     Head n of N reads key/value head n // (N / K), which lies in the same lane.
     """
@@ -209,8 +209,8 @@ class LaneBlock(Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Returns the residual streams, and the partial outputs of attention and of SwiGLU.
 
-        previous_mlp are those that the layer before has left unadded (None in the first layer), and
-        awaited_previous those that arrive with them. awaited_attention arrive in this layer; awaited_mlp do too,
+        previous_mlp are those that the layer before has left unadded (None if it has not), and awaited_previous
+        those that arrive with them. awaited_attention arrive in this layer; awaited_mlp do too,
         and are given to the last layer only, which returns all streams complete and no partial outputs. The
         attention's are None where no later layer awaits them.
         """
@@ -218,7 +218,7 @@ class LaneBlock(Module):
             x_LTD,
             previous_mlp_LTD,
             awaited_previous_LTD,
-            self.previous_exchange,
+            None if previous_mlp_LTD is None else self.previous_exchange,
             self.attention_norm,
             self.attention.wqkv,
         )
@@ -249,20 +249,14 @@ class LaneBlock(Module):
         linear: LaneLinear,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add partial outputs, if there are any; returns the new residual and a linear map of its norm."""
-        if exchange is not None:
-            assert own_LTD is not None
-            if self.fused:
-                x_LTD, normed_LTD = lane_add_norm(
-                    x_LTD,
-                    own_LTD,
-                    awaited_LTD,
-                    norm.weight,
-                    exchange,
-                    norm.norm_eps,
-                    keep_normed=self.recompute,
-                )
-                return x_LTD, linear(normed_LTD)
-            x_LTD = x_LTD + increment(exchange, own_LTD, awaited_LTD)
-        if self.recompute:
-            return x_LTD, recomputed(lambda x: linear(norm(x)), x_LTD)
-        return x_LTD, linear(norm(x_LTD))
+        return add_norm_linear(
+            x_LTD,
+            own_LTD,
+            awaited_LTD,
+            norm.weight,
+            linear.weight,
+            exchange,
+            norm.norm_eps,
+            fused=self.fused,
+            float8=linear.float8,
+        )

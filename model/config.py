@@ -17,6 +17,7 @@ p is the partial of the same kind of module (attention or SwiGLU) in layer i −
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -25,6 +26,7 @@ import yaml
 LmHeadType = Literal["replicate", "lane", "vocab_parallel"]
 Kind = Literal["attention", "mlp"]
 Exchange = Literal["sum", "local", "delayed"]
+KINDS: tuple[Kind, Kind] = ("attention", "mlp")
 Kernels = Literal["auto", "triton", "torch"]
 
 SIZES_DIR = Path(__file__).resolve().parent.parent / "configs" / "model"
@@ -201,6 +203,19 @@ class LaneformerConfig:
         """Whether the layer's partials of this kind arrive on the other lanes in a later layer."""
         later = layer + self.broadcast_delay
         return later < self.num_hidden_layers and self.exchange(later, kind) == "delayed"
+
+    def changes_rest(self, layers: range) -> bool:
+        """Whether what each lane's residual holds for itself alone differs before and after these layers.
+
+        Partial outputs under way apart; model/segments.py says what that is.
+        """
+        for layer, kind in product(layers, KINDS):
+            exchange = self.exchange(layer, kind)
+            if exchange == "delayed" and self.exchange(layer - self.broadcast_delay, kind) != "delayed":
+                return True
+            if exchange != "sum" and not self.is_awaited(layer, kind):
+                return True
+        return False
 
     # Costs
 

@@ -51,20 +51,29 @@ def _(
     return _empty(a_LNK, b_LMK)
 
 
+def float8_product(x_LTI: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """model.lanes.lane_matmul of float8 numbers, in x's dtype, without gradients."""
+    weight_LOI = weight.view(x_LTI.shape[0], -1, weight.shape[1])
+    return _products(*quantise(x_LTI), *quantise(weight_LOI)).to(x_LTI.dtype)
+
+
+def float8_input_gradient(d_out_LTO: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The gradient of lane_matmul's input as a product of float8 numbers, in d_out's dtype."""
+    weight_LIO = weight.view(d_out_LTO.shape[0], -1, weight.shape[1]).transpose(1, 2).contiguous()
+    return _products(*quantise(d_out_LTO.contiguous()), *quantise(weight_LIO)).to(d_out_LTO.dtype)
+
+
 class _LaneMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_LTI: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x_LTI, weight)
-        weight_LOI = weight.view(x_LTI.shape[0], -1, weight.shape[1])
-        return _products(*quantise(x_LTI), *quantise(weight_LOI)).to(x_LTI.dtype)
+        return float8_product(x_LTI, weight)
 
     @staticmethod
     def backward(ctx: Any, d_out_LTO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x_LTI, weight = ctx.saved_tensors
-        weight_LIO = weight.view(x_LTI.shape[0], -1, weight.shape[1]).transpose(1, 2).contiguous()
-        d_x_LTI = _products(*quantise(d_out_LTO.contiguous()), *quantise(weight_LIO)).to(x_LTI.dtype)
         d_weight_LOI = torch.bmm(d_out_LTO.transpose(1, 2), x_LTI)
-        return d_x_LTI, d_weight_LOI.view_as(weight)
+        return float8_input_gradient(d_out_LTO, weight), d_weight_LOI.view_as(weight)
 
 
 def float8_lane_matmul(x_LTI: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

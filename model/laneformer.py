@@ -12,7 +12,7 @@ Shape suffixes:
   H half the head width   I inputs of the head
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +26,9 @@ from torchtitan.protocols.module import Module
 from model.blocks import LaneAttention, LaneBlock, LaneLinear, LaneNorm, MaskedAttention
 from model.config import LaneformerConfig
 from model.initialisation import initialise
-from model.lanes import lane_matmul, rotary_table
-from model.masks import Mask, attention_masks
-from model.recompute import recomputed
+from model.lanes import lane_matmul, norm_factor, rotary_table
+from model.masks import Mask, additive_masks, attention_masks
+from model.segments import run_in_segments, run_layers
 
 
 class FinalNorm(LaneNorm):
@@ -49,10 +49,13 @@ class FinalNorm(LaneNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.sum_first:
             return LaneNorm.forward(self, x.sum(0, keepdim=True))[0]
-        normed_LTD = LaneNorm.forward(self, x)
         if self.join:
-            return normed_LTD.transpose(0, 1).flatten(1)
-        return normed_LTD[0] if normed_LTD.shape[0] == 1 else normed_LTD.mean(0)
+            return LaneNorm.forward(self, x).transpose(0, 1).flatten(1)
+        lanes, _, width = x.shape
+        normed_LTD = x * norm_factor(x, self.norm_eps)
+        if self.weight.shape[0] == width:  # scaled after the sum, where it is L times as narrow
+            return (normed_LTD.sum(0) * (self.weight / lanes)).type_as(x)
+        return ((normed_LTD * self.weight.view(lanes, 1, width)).sum(0) / lanes).type_as(x)
 
 
 class VocabParallelHead(LaneLinear):
@@ -132,7 +135,7 @@ class Laneformer(Decoder):
             return self.sizes.num_parameters(), self.sizes.flops_per_token(seq_len)
 
     segment_length: int | None = None
-    """Layers that backward computes again together; None: none. See model/recompute.py."""
+    """Layers that backward computes again together; None: none. See model/segments.py."""
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -174,57 +177,28 @@ class Laneformer(Decoder):
         if positions is None:
             positions = torch.arange(seq, device=tokens.device).expand(batch, seq)
         masks = self.get_attention_masks(positions) if attention_masks is None else attention_masks
-        swa_layers, layers = self.sizes.swa_layers, range(self.sizes.num_hidden_layers)
-        x_LTD = self.streams(tokens, positions, [masks["swa" if i in swa_layers else "full"] for i in layers])
-        h_BSI = self.norm(x_LTD).view(batch, seq, -1)
+        h_BSI = self.norm(self.streams(tokens, positions, masks)).view(batch, seq, -1)
         return h_BSI if self._skip_lm_head else self.lm_head(h_BSI)
 
     def streams(
-        self, tokens_BS: torch.Tensor, positions_BS: torch.Tensor, masks: Sequence[Mask]
+        self, tokens_BS: torch.Tensor, positions_BS: torch.Tensor, masks: Mapping[str, Mask]
     ) -> torch.Tensor:
-        """The residual streams (L, T, D) after the last layer; masks holds each layer's mask."""
-        rotation = self.rotary(positions_BS)
+        """The residual streams (L, T, D) after the last layer."""
+        cos_BSH, sin_BSH = self.rotary(positions_BS)
         x_1TD = self.tok_embeddings(tokens_BS).view(1, tokens_BS.numel(), -1)
-        # Contiguous, so that compiled blocks all see the same strides.
-        x_LTD = x_1TD.expand(self.sizes.num_lanes, -1, -1).contiguous()
-        layers = list(zip(self.layers.values(), masks, strict=True))
-        state: tuple[Any, ...] = (x_LTD, *[None] * (2 + 2 * self.sizes.broadcast_delay))
-        length = self.segment_length or len(layers)
-        for first in range(0, len(layers), length):
-            segment = layers[first : first + length]
-            if self.segment_length:
-                # The segment as an argument, since each one is computed again after the loop has gone on.
-                state = recomputed(_run_layers, segment, *rotation, *state)
-            else:
-                state = _run_layers(segment, *rotation, *state)
-        return state[0]
-
-
-def _run_layers(
-    layers: Sequence[tuple[nn.Module, Mask]],
-    cos_BSH: torch.Tensor,
-    sin_BSH: torch.Tensor,
-    x_LTD: torch.Tensor,
-    mlp_LTD: torch.Tensor | None,
-    awaited_mlp_LTD: torch.Tensor | None,
-    *under_way: torch.Tensor | None,
-) -> tuple[torch.Tensor | None, ...]:
-    """Layers in a row. Takes and returns what passes between layers, flat:
-
-    the residual streams, the SwiGLU outputs still to be added, what arrives with them, and the partial outputs
-    under way, of attention and SwiGLU in turn, the oldest first; None for those that nobody awaits.
-    """
-    queue = list(under_way)
-    for layer, mask in layers:
-        arrived = (queue.pop(0), queue.pop(0)) if queue else (None, None)
-        last = arrived[1] if layer.last_exchange is not None else None
-        x_LTD, attention_LTD, own_LTD = layer(
-            x_LTD, mlp_LTD, awaited_mlp_LTD, arrived[0], last, cos_BSH, sin_BSH, mask
-        )
-        mlp_LTD, awaited_mlp_LTD = own_LTD, arrived[1]
-        if under_way:
-            queue += [attention_LTD, own_LTD if layer.mlp_awaited else None]
-    return x_LTD, mlp_LTD, awaited_mlp_LTD, *queue
+        masks, swa_layers = additive_masks(masks, x_1TD.dtype), self.sizes.swa_layers
+        layers = [
+            (layer, masks["swa" if i in swa_layers else "full"])
+            for i, layer in enumerate(self.layers.values())
+        ]
+        if self.segment_length is not None:
+            return run_in_segments(layers, self.segment_length, self.sizes, cos_BSH, sin_BSH, x_1TD)
+        # Repeated rather than expanded, so that compiled blocks all see the same strides.
+        x_LTD = x_1TD.repeat(self.sizes.num_lanes, 1, 1)
+        nothing = [None] * (2 + 2 * self.sizes.broadcast_delay)
+        streams_LTD = run_layers(layers, cos_BSH, sin_BSH, x_LTD, *nothing)[0]
+        assert streams_LTD is not None
+        return streams_LTD
 
 
 def _module_configs(sizes: LaneformerConfig) -> dict[str, Any]:

@@ -26,29 +26,36 @@ def lane_matmul(x_LTI: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.bmm(x_LTI, weight_LOI.transpose(1, 2))
 
 
+def norm_factor(x_LTD: torch.Tensor, eps: float) -> torch.Tensor:
+    """1 / sqrt(mean(x²) + eps) over D: (L, T, 1), in float32, or float64 for float64."""
+    dtype = torch.float64 if x_LTD.dtype == torch.float64 else torch.float32
+    length_LT1 = torch.linalg.vector_norm(x_LTD, dim=-1, keepdim=True, dtype=dtype)
+    return (length_LT1.square() / x_LTD.shape[-1] + eps).rsqrt()
+
+
 def rms_norm(x_LTD: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor:
     """Root-mean-square norm over D; the scale is (D,) for all lanes or (L·D,), lane after lane."""
-    width = x_LTD.shape[-1]
-    if scale.shape[0] == width:
-        return F.rms_norm(x_LTD, (width,), scale, eps)
-    return F.rms_norm(x_LTD, (width,), None, eps) * scale.view(-1, 1, width)
+    normed_LTD = x_LTD * norm_factor(x_LTD, eps)
+    return (normed_LTD * scale.view(-1, 1, x_LTD.shape[-1])).type_as(x_LTD)
 
 
-def increment(mode: Exchange, own_LTD: torch.Tensor, awaited_LTD: torch.Tensor | None) -> torch.Tensor:
-    """What the lanes add to their residuals: (L, T, D), or (1, T, D) where all lanes add the same.
+def increment(
+    mode: Exchange, own_LTD: torch.Tensor, awaited_LTD: torch.Tensor | None, lanes: slice = slice(None)
+) -> torch.Tensor:
+    """What these lanes add to their residuals: (L, T, D), or (1, T, D) where all lanes add the same.
 
     own holds the partial outputs of this layer, awaited those of the same kind `broadcast_delay` layers
-    earlier, which mode "delayed" needs. All lanes must be present.
+    earlier, which mode "delayed" needs. All lanes must be present in both.
     """
-    lanes = own_LTD.shape[0]
-    if lanes == 1:
+    count = own_LTD.shape[0]
+    if count == 1:
         return own_LTD
     if mode == "sum":
         return own_LTD.sum(0, keepdim=True)
     if mode == "local":
-        return own_LTD * lanes**0.5
+        return own_LTD[lanes] * count**0.5
     assert awaited_LTD is not None
-    return own_LTD + (awaited_LTD.sum(0, keepdim=True) - awaited_LTD)
+    return (awaited_LTD.sum(0, keepdim=True) - awaited_LTD[lanes]).add_(own_LTD[lanes])
 
 
 def rotary_table(config: LaneformerConfig, dtype: torch.dtype) -> torch.Tensor:
@@ -62,10 +69,14 @@ def rotary_table(config: LaneformerConfig, dtype: torch.dtype) -> torch.Tensor:
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Turn the neighbouring pairs of the last dimension (E) by angles that broadcast over the others.
 
-    cos and sin end in H. Computed in their precision, returned in x's dtype, contiguous.
+    cos and sin end in H. Computed in their precision, returned in x's dtype.
     """
-    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    if torch.compiler.is_compiling():  # the compiler knows no complex numbers
+        even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+        turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    else:  # one operation in place of seven
+        pairs = torch.view_as_complex(x.to(cos.dtype).unflatten(-1, (-1, 2)))
+        turned = torch.view_as_real(pairs * torch.complex(cos, sin))
     return turned.flatten(-2).type_as(x)
 
 

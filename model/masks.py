@@ -1,10 +1,10 @@
 """Which tokens see which: causal, within one document, and within a sliding window.
 
 One mask function serves flex attention on a GPU, as a BlockMask, and fused attention elsewhere, as a boolean
-tensor.
+tensor, which additive_masks turns into the numbers that it adds to scores.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
@@ -57,3 +57,15 @@ def _materialise(positions: torch.Tensor, window: int | None) -> Mask:
     row = torch.arange(batch, device=positions.device)[:, None, None, None]
     index = torch.arange(seq, device=positions.device)
     return sees(row, row, index[:, None], index[None, :])
+
+
+def additive_masks(masks: Mapping[str, Mask], dtype: torch.dtype) -> dict[str, Mask]:
+    """Boolean masks as 0 and −inf of the activations' dtype, once for all layers; BlockMasks as they are."""
+    numbers = {id(mask): _additive(mask, dtype) for mask in masks.values()}
+    return {name: numbers[id(mask)] for name, mask in masks.items()}
+
+
+def _additive(mask: Mask, dtype: torch.dtype) -> Mask:
+    if isinstance(mask, BlockMask):
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)

@@ -2,18 +2,15 @@
 
 | policy      | computed again                            | kept of a layer, in wide tensors (L, T, D)            |
 |-------------|-------------------------------------------|-------------------------------------------------------|
-| none        | nothing                                   | residuals and normed states, twice; projections; SwiGLU |
-| selective   | norms and SwiGLU products: no matrix      | residuals, twice; projections                         |
-| segments:N  | N layers at a time, matrix products too   | between segments: residual, partials under way        |
+| none        | nothing                                   | residuals, twice; projections; SwiGLU                 |
+| selective   | SwiGLU products: no matrix product        | residuals, twice; projections                         |
+| segments:N  | N layers at a time, matrix products too   | between segments: partials under way, one stream      |
 
-A lane model has more to keep between layers than its residual: the partial outputs that are still under way. A
-segment of one layer therefore saves little; take three layers or more. Uncompiled, at the smoke size's shapes with
-12 layers and a delay of 2, `pytest -s tests/unit/test_recompute.py` tells 8.6 wide tensors kept a layer, 3.8 with
-selective, and 2.9, 1.8 and 0.8 with segments of one, three and six layers. Those compute 1.26 to 1.32 times as much,
-selective not a single product more.
-
-Where our kernel adds and norms (model/kernels/lane_norm.py), selective computes no norm again: the kernel's
-backward pass then starts from the normed state, which the linear map keeps anyway, instead of from the residual.
+A lane model has more to keep between layers than its residual: the partial outputs that are still under way
+(model/segments.py). A segment of one layer therefore saves little; take three layers or more. Uncompiled, at the smoke
+size's shapes with 12 layers and a delay of 2, `pytest -s tests/unit/test_recompute.py` tells 4.4 wide tensors kept a
+layer, 3.7 with selective, and 2.2, 1.3 and 0.5 with segments of one, three and six layers. Those compute 1.26 to 1.32
+times as much, selective not a single product more. No policy keeps a normed state (model/add_norm_linear.py).
 """
 
 from collections.abc import Callable

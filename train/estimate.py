@@ -9,17 +9,16 @@ What lives all the time, for P parameters spread over `shard` ranks (FSDP2; HSDP
 What lives for one micro-batch of T = B·S tokens, with elements of e bytes (2 in bfloat16), comes from what autograd
 keeps of each layer. In elements per token, for lanes L, width D, SwiGLU width F, keys K (both of all lanes), heads H:
 
-    residual and norms, twice a layer   each (L, D): the residual, its normed state for the projection, and in plain
-                                        operations on the CPU also the state before the scale; only the residual (or
-                                        from our kernel only the normed state) where norms are computed again
-    attention   4·D + 3·K               projections D + 2·K, rotated queries and keys D + K, output as attention and
-                                        as wo take it 2·D; and H sums in float32
-    mask        S                       the CPU's attention keeps its mask as numbers; a GPU's keeps blocks
-    SwiGLU      4·F, 3·F, 2·F           projections 2·F; silu(gate) F, which the compiler computes again; their
-                                        product F, unless computed again
+    residual    2·L·D           before attention and before SwiGLU, with L norms' factors each in float32; the normed
+                                state is not kept (model/add_norm_linear.py)
+    attention   4·D + 3·K       projections D + 2·K, rotated queries and keys D + K, output as attention and
+                                as wo take it 2·D; and H sums in float32
+    SwiGLU      4·F, 3·F, 2·F   projections 2·F; silu(gate) F, which the compiler computes again; their
+                                product F, unless computed again
 
-With checkpointing in segments a layer keeps nothing itself. Each segment keeps what enters it, the residual and the
-partial outputs under way, and one segment at a time has its layers' tensors during its backward pass.
+With checkpointing in segments a layer keeps nothing itself. Each segment keeps what enters it, one stream for all
+lanes and the partial outputs under way (model/segments.py), and one segment at a time has its layers' tensors during
+its backward pass. The CPU's attention keeps its masks as numbers, S a token for each kind of mask.
 
 A step's peak is the largest of these moments: the loss, when everything of the forward pass is kept; the backward
 pass of each layer, from the last, with the gradients so far; the optimizer step. In a backward pass come working
@@ -33,10 +32,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from model.config import LaneformerConfig, segment_length
+from model.config import KINDS, LaneformerConfig, segment_length
 from train.config import RunConfig
 
-WORKING = {"plain": 4, "fused": 2}  # tensors (L, T, D) between the operations of a norm's backward pass
+WORKING = {True: 2, False: 4}  # tensors (L, T, D) between operations of a block's backward pass, by "compiled"
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,6 @@ class _Run:
     reduced: int  # bytes of a gradient's element while ranks add it up
     cuda: bool
     compiled: bool
-    fused: bool
     policy: str
     chunks: int
     accumulates: bool
@@ -120,7 +118,6 @@ def estimate(config: RunConfig) -> Estimate:
         reduced=2 if parallel.reduce_dtype == "bfloat16" else 4,
         cuda=cuda,
         compiled=parallel.compile,
-        fused=parallel.kernels == "triton" or (parallel.kernels == "auto" and cuda),
         policy=parallel.activation_checkpoint,
         chunks=parallel.loss_chunks,
         muon=config.optim.name == "muon",
@@ -144,12 +141,12 @@ def estimate(config: RunConfig) -> Estimate:
 
 
 def _batch_bytes(run: _Run) -> int:
-    """Tokens, labels and positions, 64-bit; and on the CPU the attention masks, boolean."""
+    """Tokens, labels and positions, 64-bit; and on the CPU the attention masks, boolean and as numbers."""
     sizes = run.sizes
     swa, full = bool(sizes.swa_layers), len(sizes.swa_layers) < sizes.num_hidden_layers
     hides = sizes.sliding_window is not None and sizes.sliding_window < run.seq_len
     masks = full + (swa and (hides or not full))
-    return run.tokens * (24 + (0 if run.cuda else masks * run.seq_len))
+    return run.tokens * (24 + (0 if run.cuda else masks * run.seq_len * (1 + run.element)))
 
 
 def _moments(run: _Run, all_gradients: int) -> dict[str, int]:
@@ -167,20 +164,15 @@ def _moments(run: _Run, all_gradients: int) -> dict[str, int]:
         + max(kept, working),
         "optimizer step": all_gradients + (_muon_bytes(run) if run.muon else 0),
     }
-    norm = "plain" if not (run.compiled or run.fused) else "fused"
     segment = segment_length(run.policy)
     for i in reversed(range(depth)):
         # Weights gathered of this layer and the next one fetched; gradients before and after their reduction.
         parameters = layer * (2 * run.element + run.element + run.reduced)
         gradients = earlier if run.accumulates else 4 * (head + layer * (depth - 1 - i)) // run.shard
-        pending = 1 + 2 * min(sizes.broadcast_delay, depth - 1 - i)  # gradients of residual and partials
+        pending = 1 + 2 * min(sizes.broadcast_delay, depth - i)  # gradients of residual and partials
         again = _layer_bytes(run) * (i % segment + 1) if segment else _recomputed_bytes(run)
         moments[f"backward of layer {i}"] = (
-            gradients
-            + _kept_by_layers(run, i + 1)
-            + again
-            + (pending + WORKING[norm]) * run.wide
-            + parameters
+            gradients + _kept_by_layers(run, i + 1) + again + (pending + WORKING[run.compiled]) * run.wide + parameters
         )
     return moments
 
@@ -200,20 +192,15 @@ def _layer_bytes(run: _Run) -> int:
     """What autograd keeps of one layer that is not in a segment (the table above)."""
     sizes, again = run.sizes, run.policy == "selective"
     queries, keys = sizes.hidden_size, sizes.num_key_value_heads * sizes.head_dim
-    plain = not (run.compiled or run.fused or run.cuda)
-    wide = 2 if again else 6 if plain else 4
     swiglu = 2 if again else 3 if run.compiled else 4
     elements = 4 * queries + 3 * keys + swiglu * sizes.intermediate_size
-    elements += 0 if run.cuda else run.seq_len
-    singles = sizes.num_attention_heads + (0 if again else 2 * sizes.num_lanes)
-    return wide * run.wide + run.tokens * (elements * run.element + singles * 4)
+    singles = sizes.num_attention_heads + 2 * sizes.num_lanes
+    return 2 * run.wide + run.tokens * (elements * run.element + singles * 4)
 
 
 def _recomputed_bytes(run: _Run) -> int:
-    """What `selective` has again during one layer's backward pass: a normed state, or silu and the product."""
-    if run.policy != "selective":
-        return 0
-    return max(run.wide, 2 * run.tokens * run.sizes.intermediate_size * run.element)
+    """What `selective` has again during one layer's backward pass: silu and the product."""
+    return 2 * run.tokens * run.sizes.intermediate_size * run.element if run.policy == "selective" else 0
 
 
 def _kept_by_layers(run: _Run, layers: int) -> int:
@@ -221,29 +208,25 @@ def _kept_by_layers(run: _Run, layers: int) -> int:
     segment = segment_length(run.policy)
     if segment is None:
         return layers * _layer_bytes(run)
-    return _entering_segments(run.sizes, segment, layers) * run.wide
+    return round(_entering_segments(run.sizes, segment, layers) * run.wide)
 
 
-def _entering_segments(sizes: LaneformerConfig, segment: int, layers: int) -> int:
+def _entering_segments(sizes: LaneformerConfig, segment: int, layers: int) -> float:
     """Tensors (L, T, D) that enter the segments among the first layers, those that enter several counted once."""
     entering: set[tuple[str, int]] = set()
-    delay = sizes.broadcast_delay
+    streams, rest = 0, 0
     for first in range(0, layers, segment):
-        entering.add(("residual", first))
-        for layer in range(max(first - delay, 0), first):
-            entering |= {(kind, layer) for kind in ("attention", "mlp") if sizes.is_awaited(layer, kind)}
-        if first:
-            entering.add(("mlp", first - 1))  # which the segment's first layer adds,
-            if sizes.exchange(first - 1, "mlp") == "delayed":
-                entering.add(("mlp", first - 1 - delay))  # with what arrives for it
-    return len(entering)
+        streams += 1
+        if first and sizes.changes_rest(range(first - segment, first)):
+            rest += 1
+        for layer in range(max(first - sizes.broadcast_delay, 0), first):
+            entering |= {(kind, layer) for kind in KINDS if sizes.is_awaited(layer, kind)}
+    return len(entering) + rest + streams / sizes.num_lanes
 
 
 def _kept_at_end(run: _Run) -> int:
-    """Of the final norm and the head: the last residual, its state before the scale, the head's input."""
-    plain = not (run.compiled or run.cuda)
-    narrow = run.tokens * run.sizes.hidden_size * run.element
-    return (2 if plain else 1) * run.wide + narrow
+    """Of the final norm and the head: the last residual, the lanes' sum before the scale, the head's input."""
+    return run.wide + 2 * run.tokens * run.sizes.hidden_size * run.element
 
 
 def _logits(run: _Run) -> tuple[int, int]:

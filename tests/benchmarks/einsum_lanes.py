@@ -1,10 +1,13 @@
 """The Laneformer in the form in which such models are published for `transformers`: what ours is measured against.
 
-Activations are (B, S, L, D), every projection is an einsum with a weight of its own, norms compute in float32 by
-separate operations, and partial outputs travel in lists. Written for the benchmark alone, from the architecture's
-description; tests/unit/test_bench_train.py holds its logits and gradients against ours.
+As there, activations are (B, S, L, D), every projection is an einsum with a weight of its own, rotations are complex,
+keys and values are repeated for their groups, attention is two products with a float32 softmax of the whole scores in
+between, norms are torch's, and partial outputs travel in lists. Two things are spared here: masks are made once for
+all layers, and there is no cache. Written for the benchmark alone; tests/unit/test_bench_train.py holds its logits and
+gradients against ours.
 
 Shape suffixes: B batch   S sequence   L lanes   D width   N query heads   K key/value heads   E head width
+  H half the head width
 """
 
 from __future__ import annotations
@@ -19,22 +22,20 @@ from model.config import Kind, LaneformerConfig
 from model.laneformer import Laneformer
 
 
-class EinsumNorm(nn.Module):
-    def __init__(self, width: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.to(torch.float32)
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+def turn(x_BSNE: torch.Tensor, rotation_S1H: torch.Tensor) -> torch.Tensor:
+    pairs = torch.view_as_complex(x_BSNE.float().reshape(*x_BSNE.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * rotation_S1H).flatten(-2).type_as(x_BSNE)
 
 
-def turn(x_BSNE: torch.Tensor, cos_SH: torch.Tensor, sin_SH: torch.Tensor) -> torch.Tensor:
-    even, odd = x_BSNE[..., 0::2], x_BSNE[..., 1::2]
-    cos, sin = cos_SH[:, None], sin_SH[:, None]
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+def repeat(x_BSKE: torch.Tensor, times: int) -> torch.Tensor:
+    batch, seq, heads, width = x_BSKE.shape
+    return x_BSKE[:, :, :, None].expand(-1, -1, -1, times, -1).reshape(batch, seq, heads * times, width)
+
+
+def hidden(age_SS: torch.Tensor, window: int | None) -> torch.Tensor:
+    """0 where a key of that age is seen, else −inf."""
+    sees = age_SS >= 0 if window is None else (age_SS >= 0) & (age_SS < window)
+    return torch.zeros(age_SS.shape).masked_fill(~sees, -torch.inf)
 
 
 class EinsumBlock(nn.Module):
@@ -43,8 +44,8 @@ class EinsumBlock(nn.Module):
         lanes, width, head = config.num_lanes, config.hidden_size, config.head_dim
         keys, hidden = config.num_key_value_heads * head // lanes, config.intermediate_size // lanes
         self.config, self.layer = config, layer
-        self.attention_norm = EinsumNorm(width, config.norm_eps)
-        self.ffn_norm = EinsumNorm(width, config.norm_eps)
+        self.attention_norm = nn.RMSNorm(width, eps=config.norm_eps)
+        self.ffn_norm = nn.RMSNorm(width, eps=config.norm_eps)
         self.wq = nn.Parameter(torch.empty(lanes, width // lanes, width))
         self.wk = nn.Parameter(torch.empty(lanes, keys, width))
         self.wv = nn.Parameter(torch.empty(lanes, keys, width))
@@ -57,11 +58,10 @@ class EinsumBlock(nn.Module):
         self,
         x_BSLD: torch.Tensor,
         past: tuple[torch.Tensor | None, torch.Tensor | None],
-        cos_SH: torch.Tensor,
-        sin_SH: torch.Tensor,
+        rotation_S1H: torch.Tensor,
         mask_SS: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        attention = self.attend(self.attention_norm(x_BSLD), cos_SH, sin_SH, mask_SS)
+        attention = self.attend(self.attention_norm(x_BSLD), rotation_S1H, mask_SS)
         x_BSLD = x_BSLD + self.exchange("attention", attention, past[0])
         normed = self.ffn_norm(x_BSLD)
         gate = F.silu(torch.einsum("bsld,lfd->bslf", normed, self.w1))
@@ -69,21 +69,18 @@ class EinsumBlock(nn.Module):
         mlp = torch.einsum("bslf,ldf->bsld", gate * value, self.w2)
         return x_BSLD + self.exchange("mlp", mlp, past[1]), attention, mlp
 
-    def attend(
-        self, x_BSLD: torch.Tensor, cos_SH: torch.Tensor, sin_SH: torch.Tensor, mask_SS: torch.Tensor
-    ) -> torch.Tensor:
+    def attend(self, x_BSLD: torch.Tensor, rotation_S1H: torch.Tensor, mask_SS: torch.Tensor) -> torch.Tensor:
         batch, seq, lanes, _ = x_BSLD.shape
         q, k, v = (
             torch.einsum("bsld,lod->bslo", x_BSLD, weight).reshape(batch, seq, -1, self.config.head_dim)
             for weight in (self.wq, self.wk, self.wv)
         )
-        q, k = turn(q, cos_SH, sin_SH), turn(k, cos_SH, sin_SH)
+        q, k = turn(q, rotation_S1H), turn(k, rotation_S1H)
         groups = q.shape[2] // k.shape[2]
-        k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
-        heads = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask_SS
-        )
-        joined = heads.transpose(1, 2).reshape(batch, seq, lanes, -1)
+        q, k, v = (x.transpose(1, 2) for x in (q, repeat(k, groups), repeat(v, groups)))
+        scores_BNSS = torch.matmul(q, k.transpose(2, 3)) * self.config.head_dim**-0.5 + mask_SS
+        heads = torch.matmul(F.softmax(scores_BNSS, dim=-1, dtype=torch.float32).to(q.dtype), v)
+        joined = heads.transpose(1, 2).contiguous().view(batch, seq, lanes, -1)
         return torch.einsum("bslo,ldo->bsld", joined, self.wo)
 
     def exchange(self, kind: Kind, own_BSLD: torch.Tensor, past_BSLD: torch.Tensor | None) -> torch.Tensor:
@@ -93,7 +90,7 @@ class EinsumBlock(nn.Module):
         if mode == "local":
             return own_BSLD * self.config.num_lanes**0.5
         assert past_BSLD is not None
-        return own_BSLD + past_BSLD.sum(2, keepdim=True) - past_BSLD
+        return own_BSLD + (past_BSLD.sum(2, keepdim=True) - past_BSLD)
 
 
 class EinsumLaneformer(nn.Module):
@@ -106,24 +103,25 @@ class EinsumLaneformer(nn.Module):
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(EinsumBlock(config, i) for i in range(config.num_hidden_layers))
-        self.norm = EinsumNorm(config.hidden_size, config.norm_eps)
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         config, seq = self.config, tokens_BS.shape[1]
         position = torch.arange(seq)
         rates = config.rope_theta ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)
-        angles_SH = position[:, None] * rates
-        cos_SH, sin_SH = angles_SH.cos(), angles_SH.sin()
+        angles_S1H = (position[:, None] * rates)[:, None]
+        rotation_S1H = torch.polar(torch.ones_like(angles_S1H), angles_S1H)
         age_SS = position[:, None] - position[None, :]
-        x_BSLD = self.embed(tokens_BS)[:, :, None].repeat(1, 1, config.num_lanes, 1)
+        masks = {
+            window: hidden(age_SS, window) for window in {config.window(i) for i in range(len(self.layers))}
+        }
+        x_BSLD = self.embed(tokens_BS)[:, :, None].expand(-1, -1, config.num_lanes, -1)
         partials: list[tuple[torch.Tensor, torch.Tensor]] = []
         for i, layer in enumerate(self.layers):
-            window = config.window(i) or seq
-            mask_SS = (age_SS >= 0) & (age_SS < window)
             early = i - config.broadcast_delay
             past = partials[early] if 0 <= early < i else (None, None)
-            x_BSLD, attention, mlp = layer(x_BSLD, past, cos_SH, sin_SH, mask_SS)
+            x_BSLD, attention, mlp = layer(x_BSLD, past, rotation_S1H, masks[config.window(i)])
             partials.append((attention, mlp))
         return self.lm_head(self.norm(x_BSLD).mean(2))
 

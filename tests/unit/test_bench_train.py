@@ -102,7 +102,7 @@ def test_the_gpu_benchmark_runs_dry(tmp_path: Path, capsys: pytest.CaptureFixtur
     }
     assert rows[0]["tokens_per_second"] > 0
     assert rows[0]["wide_passes_per_layer"] > 20
-    assert "| fused norm kernel | not run: needs a GPU |" in capsys.readouterr().out
+    assert "| adding and norm in one kernel | not run: needs a GPU |" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         train_gpu.main(["--size", "smoke"])
     assert "torch sees no GPU" in capsys.readouterr().err

@@ -90,8 +90,8 @@ def test_what_a_token_keeps_at_the_2b_size() -> None:
     """Calculated by hand from the shapes, bfloat16, selective: 15 layers, the final norm, the head's chunks."""
     config = compose(["experiment=phase1", "parallel.loss_chunks=8"])
     lanes, width, swiglu, keys, heads = 8, 3072, 12288, 1536, 32
-    layer = 2 * (2 * lanes * width + 4 * width + 3 * keys + 2 * swiglu) + 4 * heads
-    end = 2 * (lanes * width + width) + 2 * 32000 / 8
+    layer = 2 * (2 * lanes * width + 4 * width + 3 * keys + 2 * swiglu) + 4 * (heads + 2 * lanes)
+    end = 2 * (lanes * width + 2 * width) + 2 * 32000 / 8
     assert estimate(config).activations == 8192 * (15 * layer + end)
 
 

@@ -228,6 +228,7 @@ def test_a_terminal(checkpoint: Path) -> None:
             until("> ")
             os.write(ours, b"never sent")
             until("never sent")
+            time.sleep(0.5)  # a signal between echoing and waiting again is heard at the next key only
             process.send_signal(signal.SIGINT)
             until("> ")
             os.write(ours, b"/reset\n")

@@ -1,6 +1,6 @@
-"""Checks of model/kernels/lane_norm.py under Triton's interpreter, on the CPU.
+"""Checks of model/kernels/lane_add.py under Triton's interpreter, on the CPU.
 
-Run by tests/unit/test_lane_norm.py as `python -m tests.unit.interpreted_lane_norm`.
+Run by tests/unit/test_lane_add.py as `python -m tests.unit.interpreted_lane_add`.
 
 A process of its own, because TRITON_INTERPRET is read where a kernel is defined. Prints the largest relative
 errors; exits with 1 if one exceeds its bound.
@@ -11,7 +11,7 @@ Shape suffixes: L lanes   T tokens   D hidden width
 import itertools
 import os
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
 
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -22,63 +22,31 @@ from train.device import prepare_torchtitan
 
 prepare_torchtitan("cpu")
 
-from model.config import LaneformerConfig  # noqa: E402 - torchtitan must know the device first
-from model.kernels.lane_norm import lane_add_norm  # noqa: E402
+from model.add_norm_linear import add_norm_linear  # noqa: E402 - torchtitan must know the device first
+from model.config import LaneformerConfig  # noqa: E402
 from model.laneformer import Laneformer, build_model  # noqa: E402
-from model.lanes import increment, rms_norm  # noqa: E402
 from model.parallelize import set_checkpointing, set_kernels  # noqa: E402
+from tests.unit.test_add_norm_linear import BOUNDS, difference, draw, plain, results  # noqa: E402
 from tests.unit.test_model_laneformer import TINY  # noqa: E402
-
-EPS = 1e-5
-# Bounds on |difference| / largest value, of outputs and gradients, by the dtype of the tensors.
-BOUNDS = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2e-2}
-
-
-def difference(got: list[Any], expected: list[Any]) -> float:
-    assert [g is None for g in got] == [e is None for e in expected]
-    pairs = [(g.double(), e.double()) for g, e in zip(got, expected, strict=True) if g is not None]
-    return max(((g - e).abs().max() / e.abs().max()).item() for g, e in pairs)
-
-
-def operation(dtype: torch.dtype, mode: Any, per_lane: bool, keep_normed: bool, shape: Any) -> float:
-    """The kernel on tensors of a dtype against the plain operations on the same numbers in float64."""
-    lanes, _, width = shape
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    inputs = [draw(*shape), draw(*shape), draw(*shape) if mode == "delayed" else None]
-    inputs.append(draw(width * (lanes if per_lane else 1)))
-    seeds = draw(*shape), draw(*shape)
-
-    def run(function: Any, dtype: torch.dtype) -> list[Any]:
-        leaves = [None if x is None else x.to(dtype, copy=True).requires_grad_() for x in inputs]
-        outputs = function(*leaves)
-        torch.autograd.backward(outputs, [seed.to(dtype) for seed in seeds])
-        return [*outputs, *(x.grad for x in leaves if x is not None)]
-
-    def plain(x: torch.Tensor, own: torch.Tensor, awaited: Any, scale: torch.Tensor) -> Any:
-        new = x + increment(mode, own, awaited)
-        return new, rms_norm(new, scale, EPS)
-
-    def fused(x: torch.Tensor, own: torch.Tensor, awaited: Any, scale: torch.Tensor) -> Any:
-        return lane_add_norm(x, own, awaited, scale, mode, EPS, keep_normed)
-
-    got = run(fused, dtype)
-    return difference(got, run(plain, torch.float64))
 
 
 def operations() -> Iterator[tuple[torch.dtype, str, float]]:
-    # On the CPU there are four programs: some have two tokens, some one. 24 is no power of two.
+    """add_norm_linear with the kernel, against plain operations on the same numbers in float64."""
+    # 24 is no power of two.
     shapes = [(4, 6, 24), (1, 2, 32)]
-    for dtype, mode, per_lane, keep_normed, shape in itertools.product(
-        BOUNDS, ("sum", "local", "delayed"), (False, True), (False, True), shapes
+    for dtype, mode, per_lane, shape in itertools.product(
+        BOUNDS, ("sum", "local", "delayed"), (False, True), shapes
     ):
         if shape[0] == 1 and mode != "sum":
             continue
-        name = f"{mode}, {'per lane' if per_lane else 'replicated'}, {shape}, keep_normed {keep_normed}"
-        yield dtype, name, operation(dtype, mode, per_lane, keep_normed, shape)
+        name = f"{mode}, {'per lane' if per_lane else 'replicated'}, {shape}"
+        inputs, seeds = draw(dtype, mode, per_lane, shape)
+        expected = results(plain, inputs, seeds, mode, torch.float64)
+        yield (
+            dtype,
+            name,
+            difference(results(partial(add_norm_linear, fused=True), inputs, seeds, mode, dtype), expected),
+        )
 
 
 def gradients(model: Laneformer) -> list[torch.Tensor]:

@@ -1,6 +1,5 @@
 """The Triton kernel without a GPU: its results under the interpreter, and what the compiler makes of it for sm_90."""
 
-import itertools
 import os
 import re
 import subprocess
@@ -16,8 +15,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from model.config import load_size
-from model.kernels import lane_norm
-from model.kernels.lane_norm import lane_add_norm
+from model.kernels import lane_add as kernels
+from model.kernels.lane_add import lane_add
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_results_and_gradients_under_the_interpreter():
     """The operation in three dtypes, whole models in every variant of the exchange, and compiled blocks."""
     finished = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.unit.interpreted_lane_norm"],
+        [sys.executable, "-W", "ignore", "-m", "tests.unit.interpreted_lane_add"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -47,12 +46,12 @@ def test_results_and_gradients_under_the_interpreter():
 def test_wrong_tensors_are_refused(own: Any, awaited: Any, says: str):
     arriving = None if awaited is None else torch.zeros(awaited)
     with pytest.raises(ValueError, match=says):
-        lane_add_norm(torch.zeros(2, 3, 8), torch.zeros(own), arriving, torch.ones(8), "delayed", 1e-5)
+        lane_add(torch.zeros(2, 3, 8), torch.zeros(own), arriving, "delayed", 1e-5)
 
 
 def registers_and_spills(kernel: Any, fixed: dict[str, Any], warps: int, folder: Path) -> tuple[int, int]:
     """Compile for an H100 with bfloat16 tensors: registers and bytes of spilled ones, a thread."""
-    types = {"tokens": "i32", "rstd_LT": "*fp32", "d_scale_PGD": "*fp32"}
+    types = {"tokens": "i32", "rstd_LT": "*fp32", "shrink_LT": "*fp32"}
     signature = {n: "constexpr" if n in fixed else types.get(n, "*bf16") for n in kernel.arg_names}
     aligned: Any = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(signature) if n not in fixed}
     source = ASTSource(kernel, signature, constexprs=fixed, attrs=aligned)
@@ -70,26 +69,24 @@ def registers_and_spills(kernel: Any, fixed: dict[str, Any], warps: int, folder:
 @pytest.mark.parametrize(
     "warps",
     [
-        warps if warps == lane_norm.DEFAULT_WARPS else pytest.param(warps, marks=pytest.mark.slow)
-        for warps in lane_norm.WARPS
+        warps if warps == kernels.DEFAULT_WARPS else pytest.param(warps, marks=pytest.mark.slow)
+        for warps in kernels.WARPS
     ],
 )
 def test_registers_and_spills_for_an_h100(warps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Prints the compiler's report at the 2b size; nothing may spill with the warps that need no tuning."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     size = load_size("2b")
-    print(
-        f"\n{'mode':8} {'scales':>6} {'warps':>5}   registers (bytes spilled): forward, backward, from normed"
-    )
-    for mode, scales in itertools.product(lane_norm.MODES, (1, size.num_lanes)):
-        fixed: Any = lane_norm.constants(size.num_lanes, size.hidden_size, mode, scales)  # pyright: ignore[reportArgumentType]
-        report = [registers_and_spills(lane_norm.forward_kernel, fixed | {"EPS": 1e-5}, warps, tmp_path)]
-        for kept_normed in (False, True):
-            given = fixed | {"KEPT_NORMED": kept_normed}
-            report.append(registers_and_spills(lane_norm.backward_kernel, given, warps, tmp_path))
+    print(f"\n{'mode':8} {'warps':>5}   registers (bytes spilled): forward, backward")
+    for mode in kernels.MODES:
+        fixed: Any = kernels.constants(size.num_lanes, size.hidden_size, mode)  # pyright: ignore[reportArgumentType]
+        report = [
+            registers_and_spills(kernels.forward_kernel, fixed | {"EPS": 1e-5}, warps, tmp_path),
+            registers_and_spills(kernels.backward_kernel, fixed, warps, tmp_path),
+        ]
         row = ", ".join(f"{registers} ({spilled})" for registers, spilled in report)
-        print(f"{mode:8} {scales:6} {warps:5}   {row}")
-        if warps == lane_norm.DEFAULT_WARPS:
-            assert all(spilled == 0 for _, spilled in report), (mode, scales)
+        print(f"{mode:8} {warps:5}   {row}")
+        if warps == kernels.DEFAULT_WARPS:
+            assert all(spilled == 0 for _, spilled in report), mode
             # Two programs of 8 warps then fit one multiprocessor.
-            assert all(registers <= 128 for registers, _ in report), (mode, scales)
+            assert all(registers <= 128 for registers, _ in report), mode
