@@ -2,6 +2,8 @@
 
 Run by tests/unit/test_lane_add.py as `python -m tests.unit.interpreted_lane_add`.
 
+With the argument `curve` it trains instead (tests/unit/test_loss_curves.py).
+
 A process of its own, because TRITON_INTERPRET is read where a kernel is defined. Prints the largest relative
 errors; exits with 1 if one exceeds its bound.
 
@@ -10,6 +12,7 @@ Shape suffixes: L lanes   T tokens   D hidden width
 
 import itertools
 import os
+import sys
 from collections.abc import Iterator
 from functools import partial
 
@@ -27,6 +30,7 @@ from model.config import LaneformerConfig  # noqa: E402
 from model.laneformer import Laneformer, build_model  # noqa: E402
 from model.parallelize import set_checkpointing, set_kernels  # noqa: E402
 from tests.unit.test_add_norm_linear import BOUNDS, difference, draw, plain, results  # noqa: E402
+from tests.unit.test_loss_curves import curve, part, size  # noqa: E402
 from tests.unit.test_model_laneformer import TINY  # noqa: E402
 
 
@@ -100,7 +104,17 @@ def compiled() -> Iterator[tuple[torch.dtype, str, float]]:
         )
 
 
+def curve_follows() -> bool:
+    """200 training steps with the kernel in float32, against plain operations."""
+    sizes = size(layers=3, num_lanes=2, broadcast_delay=1)
+    plain_model, fused = build_model(sizes), build_model(sizes)
+    set_kernels(fused, "triton", "cpu")
+    return part("Triton kernel", *(curve(model, rows=1, seq=8) for model in (fused, plain_model))) < 1e-5
+
+
 def main() -> int:
+    if sys.argv[1:] == ["curve"]:
+        return int(not curve_follows())
     worst: dict[torch.dtype, tuple[float, str]] = {}
     for dtype, name, error in itertools.chain(operations(), models(), compiled()):
         worst[dtype] = max(worst.get(dtype, (0.0, "")), (error, name))
