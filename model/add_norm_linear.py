@@ -3,14 +3,15 @@
 A norm divides each state by a number of its own and multiplies each column by a learned scale g. Both pass through
 the linear map W that follows: with r = 1 / sqrt(mean(x²) + eps),
 
-    W (g ⊙ r x) = r · (W diag(g)) x
+    W (g ⊙ r x) = r · (W diag(g)) x = r · W (g ⊙ x)
 
-so the product is taken of the residual itself, with scaled weights, and its output y is multiplied by r. The normed
-state, L·D wide, is neither written nor kept; y is kept by what follows in any case. Backward, over D inputs,
+so the product is taken of the residual itself, and its output y is multiplied by r. The normed state, L·D wide, is not
+kept, nor even written where the scale multiplies the weights: that is done where a lane has more tokens than the map
+has outputs, and the weights are the smaller of the two. y is kept by what follows in any case. Backward, over D inputs,
 
     dp = r · dy        dx = dnew + (W diag(g))ᵀ dp − (dy · y) r² / D · x        d(W diag(g)) = dp xᵀ
 
-where the matrix product itself adds the first two terms.
+where the matrix product itself adds the first two terms, if the weights are scaled.
 
 Shape suffixes: L lanes   T tokens   D hidden width   O the linear map's outputs per lane
 """
@@ -73,8 +74,9 @@ class _AddNormLinear(torch.autograd.Function):
             # In place where the sum is a tensor of its own: a new one costs the CPU as much as the addition.
             new_LTD = x_LTD + added if exchange == "sum" else added.add_(x_LTD)
             rstd_LT1 = norm_factor(new_LTD, eps)
-        scaled = _scaled(weight, scale)
-        product_LTO = float8_product(new_LTD, scaled) if float8 else lane_matmul(new_LTD, scaled)
+        states_LTD, weights_LOD = _scaled(new_LTD, weight, scale)
+        multiply = float8_product if float8 else lane_matmul
+        product_LTO = multiply(states_LTD, weights_LOD.flatten(0, 1))
         out_LTO = product_LTO.mul_(rstd_LT1)
         ctx.save_for_backward(new_LTD, rstd_LT1, out_LTO, scale, weight)
         return None if exchange is None else new_LTD, out_LTO  # an output must not be an input
@@ -88,33 +90,70 @@ class _AddNormLinear(torch.autograd.Function):
         d_product_LTO = (d_out_LTO * rstd_LT1).to(new_LTD.dtype)
         inner_LT1 = (d_out_LTO * out_LTO).sum(-1, keepdim=True, dtype=rstd_LT1.dtype)
         shrink_LT1 = inner_LT1 * rstd_LT1.square() / width
-        gradients = _residual_gradients(
-            ctx, d_new_LTD, d_product_LTO, _scaled(weight, scale), new_LTD, shrink_LT1
-        )
-        d_scaled_LOD = torch.bmm(d_product_LTO.mT, new_LTD)
-        d_weight = _scaled(d_scaled_LOD.view_as(weight), scale)
-        d_scale_LD = (d_scaled_LOD * weight.view_as(d_scaled_LOD)).sum(1)
+        states_LTD, weights_LOD = _scaled(new_LTD, weight, scale)
+        d_weights_LOD = torch.bmm(d_product_LTO.mT, states_LTD)
+        onto_LTD = None if ctx.fused else d_new_LTD  # the kernel adds it
+        if _scales_weights(new_LTD, weight):
+            d_LTD = _input_gradient(d_product_LTO, weights_LOD, onto_LTD, ctx.float8)
+            d_scale_LD = (d_weights_LOD * weight.view_as(d_weights_LOD)).sum(1)
+            d_weights_LOD.mul_(scale.view(-1, 1, width))
+        else:
+            d_states_LTD = _input_gradient(d_product_LTO, weights_LOD, None, ctx.float8)
+            d_scale_LD = (d_states_LTD * new_LTD).sum(1)
+            d_LTD = d_states_LTD.mul_(scale.view(-1, 1, width))
+            d_LTD = d_LTD if onto_LTD is None else d_LTD.add_(onto_LTD)
         d_scale = d_scale_LD.sum(0) if scale.shape[0] == width else d_scale_LD.flatten()
-        return *gradients, d_scale, d_weight, None, None, None, None
+        gradients = _residual_gradients(ctx, d_new_LTD, d_LTD, new_LTD, shrink_LT1)
+        return *gradients, d_scale, d_weights_LOD.view_as(weight), None, None, None, None
+
+
+def _scales_weights(x_LTD: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a lane's part of the weight has fewer rows than the states have tokens."""
+    lanes, tokens, _ = x_LTD.shape
+    return weight.shape[0] < lanes * tokens
+
+
+def _scaled(
+    x_LTD: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """States and weights (L, O, D) to multiply, one of them with its columns scaled."""
+    lanes, _, width = x_LTD.shape
+    weight_LOD, scale_G1D = weight.view(lanes, -1, width), scale.view(-1, 1, width)
+    if _scales_weights(x_LTD, weight):
+        return x_LTD, weight_LOD * scale_G1D
+    return x_LTD * scale_G1D, weight_LOD
+
+
+def _input_gradient(
+    d_product_LTO: torch.Tensor, weights_LOD: torch.Tensor, onto_LTD: torch.Tensor | None, float8: bool
+) -> torch.Tensor:
+    """A linear map's gradient of its input, added onto another one."""
+    if float8:
+        d_LTD = float8_input_gradient(d_product_LTO, weights_LOD.flatten(0, 1))
+        return d_LTD if onto_LTD is None else d_LTD.add_(onto_LTD)
+    if onto_LTD is None:
+        return torch.bmm(d_product_LTO, weights_LOD)
+    return torch.baddbmm(onto_LTD, d_product_LTO, weights_LOD)
 
 
 def _residual_gradients(
     ctx: Any,
     d_new_LTD: torch.Tensor | None,
-    d_product_LTO: torch.Tensor,
-    scaled: torch.Tensor,
+    d_LTD: torch.Tensor,
     new_LTD: torch.Tensor,
     shrink_LT1: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of the residual, of the own partial outputs and of those awaited."""
+    """Gradients of the residual, of the own partial outputs and of those awaited.
+
+    d is what the new residual gets through the product and, unless the kernel is to add it, d_new.
+    """
     exchange: Exchange | None = ctx.exchange
-    if ctx.fused and d_new_LTD is not None:
-        d_LTD = _input_gradient(d_product_LTO, scaled, None, ctx.float8)
+    if ctx.fused and exchange is not None:
+        assert d_new_LTD is not None
         d_LTD, d_other = lane_add_backward(d_new_LTD, d_LTD, new_LTD, shrink_LT1[..., 0], exchange)
         if exchange == "delayed":
             return d_LTD, d_LTD, d_other
         return d_LTD, d_other.expand_as(d_LTD), None
-    d_LTD = _input_gradient(d_product_LTO, scaled, d_new_LTD, ctx.float8)
     d_LTD.addcmul_(new_LTD, shrink_LT1, value=-1)
     lanes = d_LTD.shape[0]
     if exchange is None:
@@ -126,25 +165,3 @@ def _residual_gradients(
     if exchange == "sum":
         return d_LTD, d_LTD.sum(0, keepdim=True).expand_as(d_LTD), None
     return d_LTD, d_LTD * lanes**0.5, None
-
-
-def _input_gradient(
-    d_product_LTO: torch.Tensor, scaled: torch.Tensor, onto_LTD: torch.Tensor | None, float8: bool
-) -> torch.Tensor:
-    """A linear map's gradient of its input, added onto another one."""
-    if float8:
-        d_LTD = float8_input_gradient(d_product_LTO, scaled)
-        return d_LTD if onto_LTD is None else d_LTD + onto_LTD
-    scaled_LOD = scaled.view(d_product_LTO.shape[0], -1, scaled.shape[1])
-    if onto_LTD is None:
-        return torch.bmm(d_product_LTO, scaled_LOD)
-    return torch.baddbmm(onto_LTD, d_product_LTO, scaled_LOD)
-
-
-def _scaled(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The weight (L·O, D) with its columns multiplied by the scale (D,) or, lane by lane, (L·D,)."""
-    width = weight.shape[1]
-    if scale.shape[0] == width:
-        return weight * scale
-    scale_L1D = scale.view(-1, 1, width)
-    return (weight.view(scale_L1D.shape[0], -1, width) * scale_L1D).view_as(weight)

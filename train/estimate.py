@@ -35,7 +35,10 @@ from dataclasses import asdict, dataclass
 from model.config import KINDS, LaneformerConfig, segment_length
 from train.config import RunConfig
 
-WORKING = {True: 2, False: 4}  # tensors (L, T, D) between operations of a block's backward pass, by "compiled"
+WORKING = {
+    True: 2,
+    False: 4,
+}  # tensors (L, T, D) between operations of a block's backward pass, by "compiled"
 
 
 @dataclass(frozen=True)
@@ -172,7 +175,11 @@ def _moments(run: _Run, all_gradients: int) -> dict[str, int]:
         pending = 1 + 2 * min(sizes.broadcast_delay, depth - i)  # gradients of residual and partials
         again = _layer_bytes(run) * (i % segment + 1) if segment else _recomputed_bytes(run)
         moments[f"backward of layer {i}"] = (
-            gradients + _kept_by_layers(run, i + 1) + again + (pending + WORKING[run.compiled]) * run.wide + parameters
+            gradients
+            + _kept_by_layers(run, i + 1)
+            + again
+            + (pending + WORKING[run.compiled]) * run.wide
+            + parameters
         )
     return moments
 

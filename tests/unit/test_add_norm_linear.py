@@ -17,7 +17,7 @@ from model.float8 import quantise
 from model.lanes import increment, lane_matmul, rms_norm
 
 EPS = 1e-5
-OUTPUTS = 10  # of the linear map, per lane
+OUTPUTS = 4  # of the linear map, per lane: fewer than some shapes have tokens, and more than others
 # Bounds on |difference| / largest value, of outputs and gradients, by the dtype of the tensors.
 BOUNDS = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2e-2}
 Inputs = list[torch.Tensor | None]
