@@ -178,12 +178,14 @@ def test_the_command(
 
 
 SLOW_TALKER = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from model.chat import Conversation, chat
 from model.chat_template import ChatTemplate
 from model.decode import Generation, Sampling, Timing
 from model.text import Tokenizer
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background
 
 def generate(prompts, *, on_token, **how):
     for count in range(1, 600):
