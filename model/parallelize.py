@@ -6,6 +6,7 @@ recomputed around compiled blocks.
 """
 
 import torch
+import torch._functorch.config
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
@@ -52,14 +53,22 @@ def set_float8(model: Laneformer) -> None:
                 module.float8 = True
 
 
+def configure_compiler() -> None:
+    """The compiler's settings, which are the process's and not the model's."""
+    # All kinds of blocks count against one limit, whose default of 8 the 2b size would exceed.
+    torch._dynamo.config.recompile_limit = 64
+    # By default what a matrix product reads in the backward pass is kept rather than made again: SwiGLU's products, and
+    # the weights with their norms' scales, gathered whole from all ranks.
+    torch._functorch.config.ban_recompute_materialized_backward = False
+
+
 def compile_blocks(model: Laneformer, compile_config: CompileConfig, parallel_dims: ParallelDims) -> None:
     """Compile each block whole, and the final norm. Blocks of one kind share their code.
 
     Kinds differ in how partial outputs are exchanged, and on a GPU in the mask; each is compiled once for
     training and once for validation, which takes no gradients.
     """
-    # All kinds count against one limit, whose default of 8 the 2b size would exceed.
-    torch._dynamo.config.recompile_limit = 64
+    configure_compiler()
     apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
     model.norm.compile(backend=compile_config.backend, fullgraph=True)
 

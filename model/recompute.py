@@ -10,7 +10,8 @@ A lane model has more to keep between layers than its residual: the partial outp
 (model/segments.py). A segment of one layer therefore saves little; take three layers or more. Uncompiled, at the smoke
 size's shapes with 12 layers and a delay of 2, `pytest -s tests/unit/test_recompute.py` tells 4.4 wide tensors kept a
 layer, 3.7 with selective, and 2.2, 1.3 and 0.5 with segments of one, three and six layers. Those compute 1.26 to 1.32
-times as much, selective not a single product more. No policy keeps a normed state (model/add_norm_linear.py).
+times as much, selective not a single product more. Compiled blocks keep what selective keeps with either, and no policy
+keeps a normed state (model/add_norm_linear.py).
 """
 
 from collections.abc import Callable

@@ -13,8 +13,8 @@ keeps of each layer. In elements per token, for lanes L, width D, SwiGLU width F
                                 state is not kept (model/add_norm_linear.py)
     attention   4·D + 3·K       projections D + 2·K, rotated queries and keys D + K, output as attention and
                                 as wo take it 2·D; and H sums in float32
-    SwiGLU      4·F, 3·F, 2·F   projections 2·F; silu(gate) F, which the compiler computes again; their
-                                product F, unless computed again
+    SwiGLU      4·F or 2·F      projections 2·F; silu(gate) and their product, which `selective` and the compiler
+                                compute again
 
 With checkpointing in segments a layer keeps nothing itself. Each segment keeps what enters it, one stream for all
 lanes and the partial outputs under way (model/segments.py), and one segment at a time has its layers' tensors during
@@ -199,15 +199,16 @@ def _layer_bytes(run: _Run) -> int:
     """What autograd keeps of one layer that is not in a segment (the table above)."""
     sizes, again = run.sizes, run.policy == "selective"
     queries, keys = sizes.hidden_size, sizes.num_key_value_heads * sizes.head_dim
-    swiglu = 2 if again else 3 if run.compiled else 4
+    swiglu = 2 if again or run.compiled else 4
     elements = 4 * queries + 3 * keys + swiglu * sizes.intermediate_size
     singles = sizes.num_attention_heads + 2 * sizes.num_lanes
     return 2 * run.wide + run.tokens * (elements * run.element + singles * 4)
 
 
 def _recomputed_bytes(run: _Run) -> int:
-    """What `selective` has again during one layer's backward pass: silu and the product."""
-    return 2 * run.tokens * run.sizes.intermediate_size * run.element if run.policy == "selective" else 0
+    """What `selective` and the compiler have again during one layer's backward pass: silu and the product."""
+    again = run.policy == "selective" or run.compiled
+    return 2 * run.tokens * run.sizes.intermediate_size * run.element if again else 0
 
 
 def _kept_by_layers(run: _Run, layers: int) -> int:

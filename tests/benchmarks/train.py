@@ -47,6 +47,7 @@ from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock  
 
 from model.config import LaneformerConfig, load_size  # noqa: E402
 from model.laneformer import build_model  # noqa: E402
+from model.parallelize import configure_compiler  # noqa: E402
 from tests.benchmarks.einsum_lanes import EinsumLaneformer  # noqa: E402
 from tests.runs import train  # noqa: E402
 from tests.tiny import tiny_config, write_data  # noqa: E402
@@ -186,7 +187,7 @@ def speed(size: str, rounds: int, compiled: bool) -> list[dict[str, Any]]:
     models = engines(size)
     if compiled:
         torch._dynamo.reset()
-        torch._dynamo.config.recompile_limit = 64
+        configure_compiler()
         for model in models.values():
             for block in blocks(model):
                 block.compile(fullgraph=False)

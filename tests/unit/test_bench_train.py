@@ -101,7 +101,7 @@ def test_the_gpu_benchmark_runs_dry(tmp_path: Path, capsys: pytest.CaptureFixtur
         "compiles for a minute",
     }
     assert rows[0]["tokens_per_second"] > 0
-    assert rows[0]["wide_passes_per_layer"] > 20
+    assert 20 < rows[0]["wide_passes_per_layer"] < 70
     assert "| adding and norm in one kernel | not run: needs a GPU |" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         train_gpu.main(["--size", "smoke"])
