@@ -1,7 +1,7 @@
 """How fast one GPU trains, and what each optimisation gives.
 
     python tests/benchmarks/train_gpu.py [--size 2b] [--sequences 2] [--sequence 4096] [--steps 10] [--json FILE]
-    python tests/benchmarks/train_gpu.py --device cpu --size smoke --sequences 1 --sequence 64     # a dry run
+    python tests/benchmarks/train_gpu.py --device cpu --size smoke --sequences 1 --sequence 128     # a dry run
 
 Synthetic tokens, one rank, the model as training builds it: FSDP's mixed precision, fused AdamW, clipping. Each row is
 one setting of configs/parallel's keys; a row names what it changes over the one above. Columns: tokens per second

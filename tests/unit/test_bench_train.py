@@ -92,7 +92,7 @@ def test_wide_passes_by_hand() -> None:
 
 
 def test_the_gpu_benchmark_runs_dry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--device", "cpu", "--size", "smoke", "--sequences", "1", "--sequence", "64", "--steps", "1"]
+    words = ["--device", "cpu", "--size", "smoke", "--sequences", "1", "--sequence", "128", "--steps", "1"]
     rows = train_gpu.main([*words, "--json", str(tmp_path / "rows.json")])
     assert len(rows) == len(train_gpu.ROWS) + 1
     assert {row.get("not_run", "measured").split(":")[0] for row in rows} == {
