@@ -82,6 +82,7 @@ VIEWS += (
     "contiguous",
     "to",
     "empty_like",
+    "new_empty",
     "resolve_conj",
     "resolve_neg",
 )

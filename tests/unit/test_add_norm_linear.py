@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from model.add_norm_linear import add_norm_linear
+from model.add_norm_linear import _scaled, add_norm_linear
 from model.float8 import quantise
 from model.lanes import increment, lane_matmul, rms_norm
 
@@ -110,5 +110,27 @@ def test_float8_rounds_the_residual_and_the_scaled_weight():
     expected = rounded(new) @ weights.mT * factor
     eight = results(partial(add_norm_linear, float8=True), inputs, seeds, "delayed", torch.float32)
     assert difference([eight[1]], [expected]) <= 2**-8  # the products come in bfloat16
+    d_new, d_out = (seed.double() for seed in seeds)
+    through = rounded((d_out * factor).float()) @ rounded((weight * scale).view(4, OUTPUTS, 32).mT).mT
+    shrink = (d_out * eight[1]).sum(-1, keepdim=True) * factor.square() / 32
+    assert difference([eight[2]], [d_new + through - shrink * new]) <= 2**-8
     exact = results(add_norm_linear, inputs, seeds, "delayed", torch.float32)
     assert 0.005 < difference(eight, exact) < 0.2
+
+
+@pytest.mark.parametrize("tokens", [OUTPUTS - 1, OUTPUTS + 1])
+def test_the_scale_multiplies_the_smaller_of_states_and_weights(tokens: int):
+    x, weight = torch.ones(3, tokens, 8), torch.ones(3 * OUTPUTS, 8)
+    states, weights = _scaled(x, weight, torch.full((8,), 2.0))
+    assert (states.mean(), weights.mean()) == ((2, 1) if tokens < OUTPUTS else (1, 2))
+
+
+@pytest.mark.parametrize("tokens", [2, 64])
+def test_the_factor_of_the_norm_is_not_rounded_to_bfloat16(tokens: int):
+    """Every row's is 2/3, which bfloat16 would make 0.2 % larger in all products alike."""
+    inputs, seeds = draw(torch.bfloat16, None, False, (4, tokens, 64))
+    inputs[0] = 1.5 * torch.as_tensor(inputs[0]).sign()
+    expected = results(plain, inputs, seeds, None, torch.float64)
+    got = results(add_norm_linear, inputs, seeds, None, torch.bfloat16)
+    for a, b in zip(got, expected, strict=True):
+        assert float((a.double() * b).sum() / b.square().sum()) == pytest.approx(1, abs=8e-4)
