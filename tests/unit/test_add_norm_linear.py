@@ -87,6 +87,21 @@ def test_gradients_by_finite_differences(mode: Any, per_lane: bool, shape: Any):
     assert torch.autograd.gradcheck(lambda *x: function(*x, mode, EPS), leaves, fast_mode=True)
 
 
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_the_norm_rounds_once(dtype: torch.dtype):
+    """To the dtype of the states, from at least float32."""
+    generator = torch.Generator().manual_seed(0)
+    x, scale = (torch.randn(shape, generator=generator).to(dtype) for shape in ((2, 64, 24), (48,)))
+    square = x.double().square().mean(-1, keepdim=True)
+    expected = x.double() / (square + EPS).sqrt() * scale.double().view(2, 1, 24)
+    normed = rms_norm(x, scale, EPS)
+    assert normed.dtype == dtype
+    assert ((normed.double() - expected) / expected).abs().max() <= {
+        torch.float64: 1e-12,
+        torch.float32: 3e-6,
+    }.get(dtype, 2**-8 * 1.01)
+
+
 @pytest.mark.parametrize("mode", [None, "sum", "local", "delayed"])
 def test_compiled_whole(mode: Any):
     inputs, seeds = draw(torch.float64, mode, True, (4, 6, 24))
@@ -125,12 +140,12 @@ def test_the_scale_multiplies_the_smaller_of_states_and_weights(tokens: int):
     assert (states.mean(), weights.mean()) == ((2, 1) if tokens < OUTPUTS else (1, 2))
 
 
-@pytest.mark.parametrize("tokens", [2, 64])
-def test_the_factor_of_the_norm_is_not_rounded_to_bfloat16(tokens: int):
-    """Every row's is 2/3, which bfloat16 would make 0.2 % larger in all products alike."""
-    inputs, seeds = draw(torch.bfloat16, None, False, (4, tokens, 64))
+def test_the_factor_of_the_norm_is_not_rounded_to_bfloat16():
+    """That of every row is 2/3, which bfloat16 would make 0.2 % larger in all products alike."""
+    inputs, seeds = draw(torch.bfloat16, None, False, (4, 64, 64))
     inputs[0] = 1.5 * torch.as_tensor(inputs[0]).sign()
     expected = results(plain, inputs, seeds, None, torch.float64)
     got = results(add_norm_linear, inputs, seeds, None, torch.bfloat16)
-    for a, b in zip(got, expected, strict=True):
-        assert float((a.double() * b).sum() / b.square().sum()) == pytest.approx(1, abs=8e-4)
+    for i in (1, 4):  # the output, and the weight's gradient
+        a, b = got[i].detach().double(), expected[i].detach()
+        assert float((a * b).sum() / b.square().sum()) == pytest.approx(1, abs=5e-4)

@@ -94,6 +94,28 @@ def test_communication_that_nothing_hides() -> None:
     assert speed(PHASE1, 4, 4, 27000, links, overlap=False) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("ranks", "shard", "between_copies"), [(24, 8, 1e9), (8, 4, 4e9)])
+def test_copies_by_hand(ranks: int, shard: int, between_copies: float) -> None:
+    """Gathers and reductions within a copy, by NVLink; then twice a ring over copies, by it if they share a node."""
+    links = Links(nvlink=4e9, network=1e9, latency=1e-3)
+    moved, layers, copies = volume(PHASE1, shard), PHASE1.model.num_hidden_layers + 1, ranks // shard
+    within = (moved.gather + moved.reduce) * (shard - 1) / shard / 4e9 + 3 * layers * (shard - 1) * 1e-3
+    share = moved.reduce / shard
+    between = 2 * (share * (copies - 1) / copies / between_copies + layers * (copies - 1) * 1e-3)
+    expected = 2 * 4096 / (2 * 4096 / 27000 + within + between)
+    assert speed(PHASE1, ranks, shard, 27000, links, overlap=False) == pytest.approx(expected)
+
+
+def test_communication_that_hides_in_part() -> None:
+    """The first gather and the last reduction, where computation takes longer than all others."""
+    links, layers = Links(nvlink=1e12, network=1e12, latency=1e-3), PHASE1.model.num_hidden_layers + 1
+    moved, forward = volume(PHASE1, 2), 2 * 4096 / 27000 / 3 / layers
+    gather, reduce = (size / 2 / 1e12 + 1e-3 for size in (moved.gather / 2 / layers, moved.reduce / layers))
+    assert gather + reduce < 2 * forward  # backward hides all but the last reduction
+    seconds = gather + 3 * layers * forward + reduce
+    assert speed(PHASE1, 2, 2, 27000, links) == pytest.approx(2 * 4096 / seconds)
+
+
 @pytest.mark.parametrize(("ranks", "shard"), [(192, 192), (192, 8), (8, 8)])
 def test_a_measured_speed_tells_the_one_without_waiting(ranks: int, shard: int) -> None:
     measured = speed(PHASE1, ranks, shard, 27000, Links())
@@ -108,6 +130,14 @@ def test_a_measured_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert "17,554 tokens/s a rank, 3.37M in all" in out
     (row,) = [line for line in out.splitlines() if line.startswith("192 ")]
     assert row.split()[1] == "17,554"
+
+
+def test_a_measured_step_of_copies(capsys: pytest.CaptureFixture[str]) -> None:
+    """The table repeats the speed of a copy in each node, however many GPUs a node has."""
+    words = ["parallel.replicate=48", "cluster.nodes=48", "cluster.ranks_per_node=4", "seconds_per_step=1.4"]
+    assert main(["plan", "experiment=phase1", *words]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("192 ")]
+    assert row.split()[4] == "17,554"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from model.config import LaneformerConfig, load_size, size_names
-from tests.architectures import SMALL
+from tests.architectures import SMALL, architecture
 
 GOOD: dict[str, Any] = SMALL | {"vocab_size": 96, "swa_layers": [0, 1, 2], "rope_theta": 10000}
 
@@ -95,6 +95,25 @@ def test_exchanges(delay: int):
     )
     assert not any(config.is_awaited(i, "attention") for i in range(5))
     assert [config.is_awaited(i, "mlp") for i in range(5)] == [delay > 0 and i + delay < 5 for i in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("change", "changes"),
+    [
+        ({}, "..xx..xx"),  # what was local arrives; what is sent last arrives nowhere
+        ({"use_early_comm": True}, "..xx..xx"),
+        ({"use_mlp_comm": False}, "xxxxxxxx"),
+        ({"use_early_comm": True, "use_mlp_comm": False}, "..xxxxxx"),
+        ({"use_early_comm": True, "use_attention_comm": False, "use_mlp_comm": False}, "..xxxxxx"),
+        ({"broadcast_delay": 0}, "........"),
+        ({"num_lanes": 1}, "........"),
+    ],
+    ids=str,
+)
+def test_layers_that_change_what_a_lane_has_for_itself(change: dict[str, Any], changes: str):
+    config = architecture(num_hidden_layers=8, **change)
+    assert "".join(".x"[config.changes_rest(range(i, i + 1))] for i in range(8)) == changes
+    assert config.changes_rest(range(8)) == ("x" in changes)
 
 
 def test_the_2b_size():

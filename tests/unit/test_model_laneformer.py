@@ -22,6 +22,7 @@ from model.config import LaneformerConfig, load_size, size_names
 from model.hf import internal_names, released_shapes
 from model.initialisation import draw, standard_deviation
 from model.laneformer import Laneformer, MaskedAttention, build_model
+from model.lanes import increment, rotate
 from model.masks import attention_masks, mask_function
 from model.titan_spec import model_spec
 from tests.architectures import SMALL
@@ -323,6 +324,36 @@ def test_unsupported_parallelism_is_refused_by_name(settings: dict[str, Any], sa
     config = SimpleNamespace(parallelism=parallelism, training=TrainingConfig(seq_len=16))
     with pytest.raises(ValueError, match=says):
         Laneformer.Config.from_sizes(tiny()).update_from_config(config=config)
+
+
+@pytest.mark.parametrize("mode", ["sum", "local", "delayed"])
+def test_increment_of_some_lanes(mode: Any):
+    generator = torch.Generator().manual_seed(0)
+    own, awaited = (torch.randn(4, 3, 8, generator=generator) for _ in range(2))
+    whole = increment(mode, own, awaited)
+    for lanes in (slice(1), slice(1, 3)):
+        some = increment(mode, own, awaited, lanes)
+        torch.testing.assert_close(some, whole if mode == "sum" else whole[lanes], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotation_by_hand_compiled_or_not(dtype: torch.dtype):
+    """Neighbouring pairs turn by their angles, as complex numbers do; the compiler has a branch of its own."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 5, 8, generator=generator).to(dtype)
+    angles = torch.randn(5, 4, generator=generator)
+    turned = torch.view_as_complex(x.double().unflatten(-1, (4, 2))) * torch.exp(1j * angles.double())
+    expected = torch.view_as_real(turned).flatten(-2).to(dtype)
+    bound = 1e-6 if dtype == torch.float32 else 2**-6  # a tie may round either way
+    for function in (rotate, torch.compile(rotate, backend="aot_eager", fullgraph=True)):
+        got = function(x, angles.cos(), angles.sin())
+        torch.testing.assert_close(got, expected, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("change", [{}, {"replicated_rmsn_scale": False}, {"lm_head_type": "lane"}])
+def test_the_final_norm_returns_the_dtype_of_its_input(change: dict[str, Any]):
+    model = build_model(tiny(**change), torch.bfloat16)
+    assert model.norm(torch.randn(4, 3, 32).bfloat16()).dtype == torch.bfloat16
 
 
 def test_too_long_sequences_are_refused():
