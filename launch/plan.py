@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +27,7 @@ class Assumptions:
 
     tokens_per_second_per_rank: float | None = None  # default: cluster.expected_tokens_per_second_per_rank
     seconds_per_step: float | None = (
-        None  # instead of it: of a step on the configured ranks, waiting included
+        None  # instead of it: of a step on the configured ranks, with its waiting
     )
     save_seconds: float = 10.0  # that a save blocks training
     recovery_minutes: float = 10.0  # from a failure to the first new step, without a person
@@ -47,7 +48,9 @@ class Assumptions:
         except ValueError as error:
             raise ConfigError([f"{', '.join(given)}: {error}"]) from error
         wrong = [
-            f"{k}={v} must be greater than 0" for k, v in numbers.items() if k not in FILES and float(v) <= 0
+            f"{key}={value} must be a finite number greater than 0"
+            for key, value in numbers.items()
+            if key not in FILES and not 0 < float(value) < math.inf
         ]
         if wrong:
             raise ConfigError(wrong)

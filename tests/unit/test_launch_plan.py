@@ -79,7 +79,12 @@ def test_the_real_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     [
         (["experiment=smoke_phase1"], "give seconds_per_step= as measured, or tokens_per_second_per_rank="),
         (["experiment=phase2", "save_seconds=soon"], "save_seconds: could not convert"),
-        (["experiment=phase2", "recovery_minutes=-1"], "recovery_minutes=-1.0 must be greater than 0"),
+        (
+            ["experiment=phase2", "recovery_minutes=-1"],
+            "recovery_minutes=-1.0 must be a finite number greater than 0",
+        ),
+        (["experiment=phase2", "seconds_per_step=nan"], "seconds_per_step=nan must be a finite number"),
+        (["experiment=phase2", "seconds_per_step=inf"], "seconds_per_step=inf must be a finite number"),
         (["experiment=phase2", "optim.lrr=1"], "optim.lrr is not a key"),
     ],
 )
