@@ -190,10 +190,11 @@ def test_ctrl_c_in_an_answer_ends_all_processes(processes: int, checkpoint: Path
 
 # A tiny model answers in less time than it takes to interrupt it.
 SLOWLY = """
-import sys, time
+import signal, sys, time
 import model.text
 from model.cli import main
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background
 push = model.text.TextStream.push
 model.text.TextStream.push = lambda self, text: time.sleep(0.02) or push(self, text)
 if __name__ == "__main__":
