@@ -26,9 +26,8 @@ class Assumptions:
     """What the configuration does not say. Given as key=value beside the configuration's own keys."""
 
     tokens_per_second_per_rank: float | None = None  # default: cluster.expected_tokens_per_second_per_rank
-    seconds_per_step: float | None = (
-        None  # instead of it: of a step on the configured ranks, with its waiting
-    )
+    # Instead of it: of a step measured on the configured ranks, with its waiting.
+    seconds_per_step: float | None = None
     save_seconds: float = 10.0  # that a save blocks training
     recovery_minutes: float = 10.0  # from a failure to the first new step, without a person
     plot: str | None = None  # also draw goodput over the number of GPUs into this file
@@ -105,9 +104,9 @@ def speeds(config: RunConfig, assumed: Assumptions, links: scaling.Links) -> tup
             [f"seconds_per_step={seconds:g} and tokens_per_second_per_rank={given:g} say the same: give one"]
         )
     ranks = config.cluster.ranks
-    speed, shard = config.tokens_per_step / (seconds * ranks), ranks // config.parallel.replicate
+    speed = config.tokens_per_step / (seconds * ranks)
     try:
-        return speed, scaling.without_waiting(config, ranks, shard, speed, links)
+        return speed, scaling.without_waiting(config, ranks, config.shard_ranks, speed, links)
     except ValueError as error:
         raise ConfigError([f"seconds_per_step={seconds:g}: {error}"]) from error
 

@@ -39,14 +39,14 @@ def add_norm_linear(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`new = x + increment(exchange, own, awaited)`, and `lane_matmul(rms_norm(new, scale, eps), weight)`.
 
-    Without an exchange nothing is added, and new is x. scale is (D,) or (L·D,), weight (L·O, D). fused adds by the
+    Without own partials nothing is added, and new is x. scale is (D,) or (L·D,), weight (L·O, D). fused adds by the
     Triton kernel, which takes contiguous tensors of one dtype; float8 multiplies as model/float8.py says. Returns
     (L, T, D) and (L, T, O).
     """
     new_LTD, out_LTO = _AddNormLinear.apply(
         x_LTD, own_LTD, awaited_LTD, scale, weight, exchange, eps, fused, float8
     )
-    return x_LTD if exchange is None else new_LTD, out_LTO
+    return x_LTD if own_LTD is None else new_LTD, out_LTO
 
 
 class _AddNormLinear(torch.autograd.Function):
@@ -63,8 +63,9 @@ class _AddNormLinear(torch.autograd.Function):
         fused: bool,
         float8: bool,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        ctx.exchange, ctx.fused, ctx.float8 = exchange, fused, float8
-        if exchange is None or own_LTD is None:
+        exchange = None if own_LTD is None else exchange
+        ctx.exchange, ctx.fused, ctx.float8 = exchange, fused and exchange is not None, float8
+        if own_LTD is None or exchange is None:
             new_LTD, rstd_LT1 = x_LTD, norm_factor(x_LTD, eps)
         elif fused:
             new_LTD, rstd_LT = lane_add(x_LTD, own_LTD, awaited_LTD, exchange, eps)
@@ -148,8 +149,9 @@ def _residual_gradients(
     d is what the new residual gets through the product and, unless the kernel is to add it, d_new.
     """
     exchange: Exchange | None = ctx.exchange
-    if ctx.fused and exchange is not None:
+    if ctx.fused:
         assert d_new_LTD is not None
+        assert exchange is not None
         d_LTD, d_other = lane_add_backward(d_new_LTD, d_LTD, new_LTD, shrink_LT1[..., 0], exchange)
         if exchange == "delayed":
             return d_LTD, d_LTD, d_other

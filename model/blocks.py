@@ -180,7 +180,7 @@ class LaneBlock(Module):
     fused = False
     """Whether adding and norm run as one kernel for GPUs, rather than as what torch makes of them."""
     recompute = False
-    """Whether backward computes norms and SwiGLU products again; see model/recompute.py."""
+    """Whether backward computes SwiGLU products again; see model/recompute.py."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -218,7 +218,7 @@ class LaneBlock(Module):
             x_LTD,
             previous_mlp_LTD,
             awaited_previous_LTD,
-            None if previous_mlp_LTD is None else self.previous_exchange,
+            self.previous_exchange,
             self.attention_norm,
             self.attention.wqkv,
         )

@@ -79,6 +79,12 @@ class RunConfig:
         return math.ceil(self.optim.decay_tokens / self.tokens_per_step)
 
     @property
+    def shard_ranks(self) -> int:
+        """Ranks that share one copy of the weights."""
+        parallel = self.parallel
+        return self.cluster.ranks // parallel.replicate if parallel.shard == -1 else parallel.shard
+
+    @property
     def optimizer_bytes(self) -> int:
         """Of all ranks together, float32: AdamW's two moments, and of what Muon takes its momentum alone."""
         both = 8 * self.model.num_parameters()
@@ -123,7 +129,7 @@ def cross_checks(config: RunConfig) -> list[str]:
             f"train.seq_len={train.seq_len} exceeds model.max_position_embeddings="
             f"{config.model.max_position_embeddings}: shorten the sequences or raise the model's context"
         )
-    shard = cluster.ranks // parallel.replicate if parallel.shard == -1 else parallel.shard
+    shard = config.shard_ranks
     if shard * parallel.replicate != cluster.ranks:
         problems.append(
             f"parallel.shard={parallel.shard} x parallel.replicate={parallel.replicate} does not make "

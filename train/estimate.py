@@ -35,10 +35,8 @@ from dataclasses import asdict, dataclass
 from model.config import KINDS, LaneformerConfig, segment_length
 from train.config import RunConfig
 
-WORKING = {
-    True: 2,
-    False: 4,
-}  # tensors (L, T, D) between operations of a block's backward pass, by "compiled"
+# Tensors (L, T, D) between the operations of a block's backward pass.
+WORKING, WORKING_COMPILED = 4, 2
 
 
 @dataclass(frozen=True)
@@ -103,6 +101,11 @@ class _Run:
     muon: bool
 
     @property
+    def swiglu_again(self) -> bool:
+        """Whether silu and the product of SwiGLU are computed again rather than kept."""
+        return self.policy == "selective" or self.compiled
+
+    @property
     def wide(self) -> int:
         """Bytes of one tensor (L, T, D)."""
         return self.sizes.num_lanes * self.tokens * self.sizes.hidden_size * self.element
@@ -116,7 +119,7 @@ def estimate(config: RunConfig) -> Estimate:
         sizes=config.model,
         tokens=train.local_batch_size * train.seq_len,
         seq_len=train.seq_len,
-        shard=cluster.ranks // parallel.replicate if parallel.shard == -1 else parallel.shard,
+        shard=config.shard_ranks,
         element=2 if parallel.param_dtype == "bfloat16" else 4,
         reduced=2 if parallel.reduce_dtype == "bfloat16" else 4,
         cuda=cuda,
@@ -178,7 +181,7 @@ def _moments(run: _Run, all_gradients: int) -> dict[str, int]:
             gradients
             + _kept_by_layers(run, i + 1)
             + again
-            + (pending + WORKING[run.compiled]) * run.wide
+            + (pending + (WORKING_COMPILED if run.compiled else WORKING)) * run.wide
             + parameters
         )
     return moments
@@ -197,18 +200,17 @@ def _head_parameters(sizes: LaneformerConfig) -> int:
 
 def _layer_bytes(run: _Run) -> int:
     """What autograd keeps of one layer that is not in a segment (the table above)."""
-    sizes, again = run.sizes, run.policy == "selective"
+    sizes = run.sizes
     queries, keys = sizes.hidden_size, sizes.num_key_value_heads * sizes.head_dim
-    swiglu = 2 if again or run.compiled else 4
+    swiglu = 2 if run.swiglu_again else 4
     elements = 4 * queries + 3 * keys + swiglu * sizes.intermediate_size
     singles = sizes.num_attention_heads + 2 * sizes.num_lanes
     return 2 * run.wide + run.tokens * (elements * run.element + singles * 4)
 
 
 def _recomputed_bytes(run: _Run) -> int:
-    """What `selective` and the compiler have again during one layer's backward pass: silu and the product."""
-    again = run.policy == "selective" or run.compiled
-    return 2 * run.tokens * run.sizes.intermediate_size * run.element if again else 0
+    """What one layer's backward pass has again of its SwiGLU: silu and the product."""
+    return 2 * run.tokens * run.sizes.intermediate_size * run.element if run.swiglu_again else 0
 
 
 def _kept_by_layers(run: _Run, layers: int) -> int:

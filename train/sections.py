@@ -61,7 +61,7 @@ class ParallelConfig:
     shard: int = -1  # ranks that share one copy of the weights; -1: all that replicate leaves
     replicate: int = 1
     reshard_after_forward: Literal["default", "always", "never"] = "default"
-    # What backward computes again: none, selective (norms and SwiGLU products), or segments:N (N layers at a time).
+    # What backward computes again: none, selective (SwiGLU products), or segments:N (N layers at a time).
     activation_checkpoint: str = "none"
     compile: bool = False
     # What adds partial outputs and norms: our Triton kernel, or torch's operations; auto: Triton on a GPU.

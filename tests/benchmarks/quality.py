@@ -36,10 +36,8 @@ from train.run_dir import RunDir  # noqa: E402
 BATCH, SEQUENCE = 4, 256
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # by number of seeds
 BASE = "delay 0"
-DELAYS = {
-    "over_delay_0": BASE,
-    "over_dense": "dense",
-}  # what a row's differences are taken from, by their name
+# What a row's differences are taken from, by their name.
+DELAYS = {"over_delay_0": BASE, "over_dense": "dense"}
 OPTIMIZERS = {"over_adamw": "adamw"}
 RATES = {
     "adamw": (1.5e-3, 3e-3, 4.5e-3, 6e-3, 1.2e-2),

@@ -44,7 +44,9 @@ def run_config(data: Path, runs: Path, *words: str, ranks: int = 1) -> RunConfig
 
 
 def check(config: RunConfig) -> None:
-    assert estimate(config).peak == pytest.approx(measured(config), rel=0.1)
+    estimated, peak = estimate(config).peak, measured(config)
+    print(f"estimated {estimated:,} bytes, measured {peak:,}: {estimated / peak:.3f}")
+    assert estimated == pytest.approx(peak, rel=0.1)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
