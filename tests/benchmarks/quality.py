@@ -191,6 +191,8 @@ def main(arguments: Sequence[str] | None = None, extra: Sequence[str] = ()) -> l
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="of the delays")
     options = parser.parse_args(arguments)
+    if options.optimizers and options.plot:
+        parser.error("--plot draws delays: leave it or --optimizers out")
 
     def loss(variant: Variant, seed: int) -> float:
         config = configuration(variant, seed, options.tokens, options.runs / str(options.tokens), extra)
@@ -211,7 +213,7 @@ def main(arguments: Sequence[str] | None = None, extra: Sequence[str] = ()) -> l
     print_table(rows, bases)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    if options.plot and not options.optimizers:
+    if options.plot:
         title = f"{options.tokens:,} tokens a run, {len(options.seeds)} seeds, smoke size"
         draw(rows, title, options.plot)
     return rows

@@ -71,6 +71,12 @@ def test_intervals_of_quality() -> None:
     assert quality.interval([1.0]) is None
 
 
+def test_quality_draws_delays_only(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        quality.main(["--optimizers", "--plot", "quality.png"])
+    assert "--plot draws delays: leave it or --optimizers out" in capsys.readouterr().err
+
+
 def test_variants_of_quality_read_the_same_data(tmp_path: Path) -> None:
     configs = [quality.configuration(v, 1, 8192, tmp_path, ()) for v in quality.variants()]
     assert len({config.name for config in configs}) == len(configs) == 8
